@@ -1,0 +1,29 @@
+# Everything starts here: `make demo`, `make test`. Both set up .venv by themselves, once.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "ingot needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@echo "installing ingot and the pinned versions of constraints.txt into .venv (a minute or two, once)"
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	.venv/bin/ingot demo
+
+test: setup
+	.venv/bin/python -m pytest -n 2
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+clean:
+	rm -rf .venv build dist *.egg-info src/*.egg-info

@@ -1,0 +1,1 @@
+"""What a run is: schema machinery, time strings, YAML files, overrides, recipes."""

@@ -1,0 +1,39 @@
+"""Recipes that ship with the package, by name."""
+
+import difflib
+from importlib import resources
+from pathlib import Path
+
+from ingot.errors import ConfigError
+
+
+def recipe_folder() -> Path:
+    return Path(str(resources.files("ingot") / "recipes"))
+
+
+def recipe_names() -> list[str]:
+    """All recipes, families together and small before large."""
+    return sorted((p.stem for p in recipe_folder().glob("*.yaml")), key=_family_then_size)
+
+
+def find_recipe(name: str) -> Path:
+    """A path to a YAML file, or the name of a recipe."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = recipe_folder() / f"{name}.yaml"
+    if "/" not in name and shipped.is_file():
+        return shipped
+    if path.suffix in (".yaml", ".yml", ".json") or "/" in name:
+        raise ConfigError(f"no such config file: {name}")
+    close = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else "see `ingot recipes list`."
+    raise ConfigError(f"'{name}' is neither a file nor a recipe; {hint}")
+
+
+def _family_then_size(name: str) -> tuple[str, float]:
+    family, _, size = name.rpartition("-")
+    try:
+        return family, float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    except (KeyError, ValueError, IndexError):
+        return name, 0.0

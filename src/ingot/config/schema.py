@@ -1,0 +1,51 @@
+"""The base of every config section: unknown keys are errors, field docstrings are the documentation."""
+
+import difflib
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """A typed part of a run's config. Frozen: what was validated is what runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+def impossible(key: str, reason: str) -> PydanticCustomError:
+    """The error of a rule over several keys: which key to blame, and why it cannot be."""
+    return PydanticCustomError("impossible", "{reason}", {"reason": reason, "key": key})
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class behind a field's annotation (`Section`, or `Section | None`), if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType):
+        return next(filter(None, map(section_of, get_args(annotation))), None)
+    return None
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, sections included."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if inner := section_of(field.annotation):
+            yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def closest_key(key: str, schema: type[BaseModel]) -> str | None:
+    """The known dotted key that a misspelt one most likely meant."""
+    keys = list(known_keys(schema))
+    section, _, leaf = key.rpartition(".")
+    siblings = [k for k in keys if k.rpartition(".")[0] == section]
+    by_leaf = {k.rpartition(".")[2]: k for k in siblings}
+    if match := difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6):
+        return by_leaf[match[0]]
+    if homes := [k for k in keys if k.rpartition(".")[2] == leaf]:  # the right name in the wrong section
+        return homes[0]
+    match = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    return match[0] if match else None

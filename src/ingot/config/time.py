@@ -1,0 +1,116 @@
+"""Durations as strings: `4800ba`, `2.5Btok`, `1ep`, `10000sp`, `0.1dur`, `30min`.
+
+A duration is a number, an optional multiplier (K, M, B, T for thousand to trillion) and a unit. Inside a run every
+unit but wall-clock time is a fixed number of batches, so `Clock` turns it into one once, and the loop only counts
+batches.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
+
+UNITS = {
+    "ba": "batches (optimizer steps)",
+    "ep": "epochs",
+    "sp": "samples (sequences)",
+    "tok": "tokens",
+    "dur": "fraction of max_duration",
+    "sec": "seconds",
+    "min": "minutes",
+    "h": "hours",
+}
+SECONDS = {"sec": 1.0, "min": 60.0, "h": 3600.0}
+MULTIPLIERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+PATTERN = r"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)(ba|ep|sp|tok|dur|sec|min|h)"
+
+
+@dataclass(frozen=True)
+class Time:
+    """A duration: a value and the unit it counts."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: Any) -> "Time":
+        if isinstance(text, Time):
+            return text
+        match = re.fullmatch(PATTERN, str(text).strip())
+        if match is None:
+            units = ", ".join(f"{text}{u}" for u in ("ba", "ep", "tok")) if _is_number(text) else "4800ba, 1ep, 2.5Btok"
+            problem = "has no unit" if _is_number(text) else "is not a duration"
+            raise ValueError(f"{text!r} {problem}; write for example {units} (units: {', '.join(UNITS)})")
+        number, multiplier, unit = match.groups()
+        return cls(float(number.replace("_", "")) * MULTIPLIERS[multiplier], unit)
+
+    @property
+    def is_wall_clock(self) -> bool:
+        return self.unit in SECONDS
+
+    @property
+    def seconds(self) -> float:
+        return self.value * SECONDS[self.unit]
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.unit}" if self.value < 1e6 else f"{self.value:.15g}{self.unit}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        def validate(value: Any) -> "Time":
+            try:
+                return cls.parse(value)
+            except ValueError as error:
+                raise PydanticCustomError("duration", "{reason}", {"reason": str(error)}) from None
+
+        return core_schema.no_info_plain_validator_function(
+            validate, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict:
+        return {"type": "string", "pattern": f"^{PATTERN}$", "examples": ["4800ba", "1ep", "2.5Btok", "0.1dur", "30min"]}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Turns durations into batches, for a run whose batch and data set sizes are known."""
+
+    batch_samples: int
+    sample_tokens: int
+    epoch_samples: int
+    max_duration: Time
+
+    def batches(self, time: Time) -> float:
+        """How many batches a duration is; a fraction where it does not come out even."""
+        match time.unit:
+            case "ba":
+                return time.value
+            case "sp":
+                return time.value / self.batch_samples
+            case "tok":
+                return time.value / (self.batch_samples * self.sample_tokens)
+            case "ep":
+                return time.value * self.epoch_samples / self.batch_samples
+            case "dur":
+                return time.value * self.batches(self.max_duration)
+        raise ValueError(f"{time} is wall-clock time and has no fixed number of batches")
+
+    @property
+    def total_batches(self) -> int:
+        return math.ceil(self.batches(self.max_duration) - 1e-9)
+
+    def interval(self, time: Time) -> int:
+        """Every how many batches something happens; 0 for never."""
+        return max(1, round(self.batches(time))) if time.value > 0 else 0
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(str(value))
+    except ValueError:
+        return False
+    return True

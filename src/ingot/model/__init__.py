@@ -1,0 +1,1 @@
+"""One GPT and its parts."""

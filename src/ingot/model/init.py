@@ -1,0 +1,51 @@
+"""Initial weights, each drawn from a generator of its own that is seeded by the run's seed and the parameter's name.
+
+So a weight does not depend on which others are drawn before it: any layout of the model starts from the same values.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+
+from ingot.model.config import ModelConfig
+from ingot.model.gpt import GPT
+
+RESIDUAL = ("attn.out.weight", "mlp.down.weight")  # projections that write to the residual stream
+
+
+def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
+    """A model with its initial weights, made on the device without a copy elsewhere."""
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _init(parameter, name, config, seed)
+    return model
+
+
+def weight_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
+    """Standard deviation of a weight matrix or embedding."""
+    if name.endswith(RESIDUAL) and config.residual_init == "wang":
+        return 2 / (config.n_layers * math.sqrt(config.d_model))
+    std = {
+        "kaiming_normal": math.sqrt(2 / shape[1]),
+        "normal": config.init_std,
+        "small": math.sqrt(2 / (5 * config.d_model)),
+    }[config.init]
+    if name.endswith(RESIDUAL) and config.residual_init == "scaled":
+        std /= math.sqrt(2 * config.n_layers)
+    return std
+
+
+def _init(parameter: nn.Parameter, name: str, config: ModelConfig, seed: int) -> None:
+    if name.endswith(".bias"):
+        parameter.zero_()
+    elif parameter.ndim == 1:  # norms
+        parameter.fill_(1.0)
+    else:
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        parameter.normal_(0.0, weight_std(name, parameter.shape, config), generator=generator)

@@ -1,0 +1,24 @@
+"""The feed-forward half of a block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ingot.model.config import ModelConfig
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x))), or the gated down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        bias = not config.no_bias
+        self.activation = config.activation
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.d_model, config.ffn_width, bias=bias)
+        self.up = nn.Linear(config.d_model, config.ffn_width, bias=bias)
+        self.down = nn.Linear(config.ffn_width, config.d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none"))

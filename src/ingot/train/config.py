@@ -1,0 +1,191 @@
+"""What a run is: the sections of every layer put together.
+
+`global_train_batch_size`, data order, schedule and loss define the math. Everything under "execution" may change
+between two starts of a run without changing its result beyond floating-point order.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from ingot.config.schema import Section, impossible
+from ingot.config.time import Time
+from ingot.data.config import DataConfig
+from ingot.model.config import ModelConfig
+
+PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+class OptimizerConfig(Section):
+    """How weights follow gradients."""
+
+    name: Literal["adamw", "decoupled_adamw", "lion", "muon"] = "decoupled_adamw"
+    """adamw decays by lr x weight_decay; decoupled_adamw by (lr / peak lr) x weight_decay, as Composer does; lion is
+    decoupled too; muon takes the hidden matrices and leaves the rest to AdamW."""
+    lr: float = Field(6e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the running averages."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator (AdamW)."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decay of matrices and embeddings; biases and norms are not decayed."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Momentum (Muon)."""
+
+
+class SchedulerConfig(Section):
+    """The learning rate as a pure function of progress."""
+
+    name: Literal[
+        "constant_with_warmup", "linear_decay_with_warmup", "cosine_with_warmup", "inv_sqrt_with_warmup", "wsd"
+    ] = "cosine_with_warmup"
+    """Shape after the warmup."""
+    t_warmup: Time = Time(0, "ba")
+    """Linear rise from 0."""
+    t_max: Time = Time(1, "dur")
+    """When linear, cosine and wsd reach alpha_f."""
+    alpha_f: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a fraction of the peak."""
+    t_scale: Time | None = None
+    """inv_sqrt: the time after which the rate has fallen to 1/sqrt(2). Default: t_warmup."""
+    t_decay: Time = Time(0.1, "dur")
+    """wsd: length of the final decay."""
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
+    """wsd: shape of the final decay; sqrt is 1 - sqrt(progress)."""
+
+
+class TensorBoardConfig(Section):
+    """Event files for TensorBoard."""
+
+    log_dir: str | None = None
+    """Where to write. Default: the run folder's tensorboard/."""
+
+
+class LoggersConfig(Section):
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    tensorboard: TensorBoardConfig | None = None
+    """Write TensorBoard event files; `loggers.tensorboard={}` turns it on."""
+
+
+class RunConfig(Section):
+    """A run."""
+
+    name: str = Field("run", min_length=1)
+    """Name of the run; names the default run folder."""
+    seed: int = Field(17, ge=0)
+    """Initial weights, data order and dropout follow from it."""
+    max_seq_len: int = Field(2048, gt=0)
+    """Tokens per training sequence."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The network."""
+    tokenizer: str | None = None
+    """Folder or tokenizer.json. Default: the one that the prepared data carries."""
+    data: DataConfig
+    """What to train and evaluate on."""
+
+    global_train_batch_size: int = Field(256, gt=0)
+    """Sequences per optimizer step, over all devices."""
+    max_duration: Time = Time(1, "ep")
+    """When to stop."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The learning-rate schedule."""
+    gradient_clipping: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; null to leave gradients alone."""
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of the matrix products. Master weights and optimizer are fp32 always. Composer's amp_* names work."""
+
+    eval_interval: Time = Time(1000, "ba")
+    """How often to evaluate, besides at the end; 0ba for only at the end."""
+    eval_subset_num_batches: int = Field(-1, ge=-1)
+    """Batches per evaluation; -1 for all."""
+    device_eval_batch_size: int | None = Field(None, gt=0)
+    """Sequences per evaluation batch. Default: the training microbatch."""
+
+    save_folder: str | None = None
+    """The run folder. Default: runs/NAME."""
+    save_interval: Time = Time(1000, "ba")
+    """How often to save, besides at the end; wall-clock units work too; 0ba for only at the end."""
+    save_num_checkpoints_to_keep: int = Field(-1, ge=-1)
+    """Newest checkpoints kept; -1 for all."""
+    load_path: str | None = None
+    """Start from the weights of this run, checkpoint or Hugging Face folder (a fresh optimizer and schedule)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Execution: where to run."""
+    device_train_microbatch_size: int | Literal["auto"] = "auto"
+    """Execution: sequences per forward pass on a device."""
+    activation_checkpointing: bool = False
+    """Execution: recompute each block in the backward pass instead of storing it."""
+    compile: bool | Literal["auto"] = "auto"
+    """Execution: torch.compile. auto: on a GPU, yes."""
+    deterministic: bool | Literal["auto"] = "auto"
+    """Execution: only deterministic kernels. auto: on a CPU, yes, where they cost nothing."""
+    log_interval: Time = Time(1, "ba")
+    """Execution: how often metrics are gathered and written."""
+    loggers: LoggersConfig = LoggersConfig()
+    """Execution: trackers."""
+
+    @classmethod
+    def expand_shorthands(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`data: FOLDER` becomes its train and val splits."""
+        if isinstance(folder := values.get("data"), str):
+            train, val = {"path": folder, "split": "train"}, {"path": folder, "split": "val"}
+            return {**values, "data": {"train": train, "eval": val}}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = cls.expand_shorthands(values)
+        model = values.get("model", {})
+        if isinstance(model, dict) and model.get("max_seq_len") is None:
+            default = cls.model_fields["max_seq_len"].default
+            values = {**values, "model": {**model, "max_seq_len": values.get("max_seq_len", default)}}
+        return values
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _precision_alias(cls, value: Any) -> Any:
+        return PRECISION_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("device_train_microbatch_size")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or auto")
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        if self.max_seq_len > self.model.context and self.model.positions == "learned":
+            raise impossible(
+                "max_seq_len", f"{self.max_seq_len} is longer than model.max_seq_len {self.model.context}, the rows of "
+                "the learned position table"
+            )  # fmt: skip
+        micro, batch = self.device_train_microbatch_size, self.global_train_batch_size
+        if isinstance(micro, int) and batch % micro:
+            near = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
+            raise impossible(
+                "device_train_microbatch_size",
+                f"{micro} does not divide global_train_batch_size {batch}; {near} would, or auto",
+            )
+        for key in ("max_duration", "eval_interval", "log_interval"):
+            if getattr(self, key).is_wall_clock:
+                raise impossible(key, f"{getattr(self, key)} is wall-clock time; use ba, ep, sp or tok here")
+        for key in ("t_warmup", "t_max", "t_scale", "t_decay"):
+            value = getattr(self.scheduler, key)
+            if value is not None and value.is_wall_clock:
+                raise impossible(f"scheduler.{key}", f"{value} is wall-clock time; use ba, ep, sp, tok or dur here")
+        if self.max_duration.unit == "dur" or self.max_duration.value <= 0:
+            raise impossible("max_duration", f"{self.max_duration} is no length; use for example 4800ba or 1ep")
+        return self
+
+    @property
+    def run_folder(self) -> str:
+        return self.save_folder or f"runs/{self.name}"
