@@ -38,12 +38,17 @@ class Origins:
         return self.places.get(key, "")
 
 
-def load_config(schema: type[SchemaT], arguments: Sequence[str]) -> SchemaT:
-    """Build a config from what stands on the command line: recipes, files and `key=value` overrides, in order."""
+def load_config(
+    schema: type[SchemaT], arguments: Sequence[str], base: dict[str, Any] | None = None
+) -> SchemaT:
+    """Build a config from what stands on the command line: recipes, files and `key=value` overrides, in order.
+
+    `base` is what they are merged onto, such as the config of an earlier run.
+    """
     overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
     sources = [a for a in arguments if a not in overrides]
     origins = Origins()
-    merged = OmegaConf.create({})
+    merged = OmegaConf.create(base or {})
     default_name = None
     for source in sources:
         path = find_recipe(source)

@@ -1,5 +1,7 @@
 """Where tokens come from."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from ingot.config.schema import Section
@@ -16,6 +18,8 @@ class SourceConfig(Section):
     """Draw samples in a random order that is a pure function of the seed; off reads them as they stand."""
     shuffle_seed: int | None = None
     """Seed of the order. Default: the run's seed."""
+    token_encoding_type: Literal["int64", "int32", "int16", "uint16", "uint32", "uint8"] = "int64"
+    """Type of the tokens in MDS columns of encoding `bytes`, which do not say it themselves."""
 
 
 class DataConfig(Section):

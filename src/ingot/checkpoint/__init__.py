@@ -1,0 +1,1 @@
+"""Save, verify, find and load; export and import of foreign weights."""

@@ -1,0 +1,57 @@
+"""From a path to a model: a run folder, a checkpoint, or a Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+
+from ingot.checkpoint.hf import TensorReader, read_hf
+from ingot.checkpoint.manifest import Manifest
+from ingot.checkpoint.store import CheckpointTensors, find_checkpoint
+from ingot.config.load import validate
+from ingot.errors import CheckpointError, ConfigError
+from ingot.model.config import ModelConfig
+from ingot.model.gpt import GPT
+
+
+def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
+    """The model of a run folder, a checkpoint or a Hugging Face folder, in fp32 and ready for inference."""
+    config, tensors = open_weights(Path(path))
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=device)
+    fill_model(model, tensors, str(path))
+    return model.eval()
+
+
+def open_weights(path: Path) -> tuple[ModelConfig, TensorReader]:
+    """A model's shape and its weights, whatever kind of folder they are in."""
+    if (path / "config.json").is_file():
+        return read_hf(path)
+    manifest = find_checkpoint(path)
+    return model_config(manifest), CheckpointTensors(manifest)
+
+
+def model_config(manifest: Manifest) -> ModelConfig:
+    """The shape of the model in a checkpoint."""
+    try:
+        return validate(ModelConfig, manifest.state["config"]["model"])
+    except (KeyError, TypeError, ConfigError) as error:
+        raise CheckpointError(f"{manifest.folder}: the manifest does not describe a model ({error})") from None
+
+
+def fill_model(model: GPT, tensors: TensorReader, source: str) -> None:
+    """Copy weights into a model; every parameter must be there with its shape."""
+    parameters = dict(model.named_parameters())
+    names = set(tensors.names())
+    if missing := sorted(parameters.keys() - names):
+        raise CheckpointError(f"{source} has no weight {missing[0]}: it is of another model")
+    if extra := sorted(names - parameters.keys()):
+        raise CheckpointError(f"{source} has a weight {extra[0]} that this model lacks: it is of another model")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            tensor = tensors.get(name)
+            if tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{source}: {name} is {list(tensor.shape)}, this model has {list(parameter.shape)}: another shape"
+                )
+            parameter.copy_(tensor)

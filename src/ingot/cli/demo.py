@@ -1,0 +1,55 @@
+"""`ingot demo`"""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+PROMPT = "def __init__(self"
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo"),
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
+) -> None:
+    """Text to a trained, evaluated, exported model in a few minutes on a CPU, with no network and no account.
+
+    Example: ingot demo
+    """
+    from ingot.demo import make_tokenizer, write_corpus
+
+    documents, size = write_corpus(out / "corpus")
+    print(f"corpus: {documents} modules of Python's standard library, {size / 1e6:.1f} MB, in {out / 'corpus'}")
+    vocabulary = make_tokenizer(out / "corpus", out / "tokenizer")
+    print(f"tokenizer: {vocabulary} byte-level BPE tokens, in {out / 'tokenizer'}")
+    for split in ("train", "val"):
+        if not (out / "data" / split).exists():
+            _verb("prepare", "--path", f"{out}/corpus/{split}.jsonl", "--out_root", f"{out}/data", "--split", split,
+                  "--tokenizer", f"{out}/tokenizer", "--concat_tokens", "256")  # fmt: skip
+    _verb("train", "demo", f"data={out}/data", f"save_folder={out}/run", *(overrides or []))
+    _verb("eval", f"{out}/run")
+    _verb("generate", f"{out}/run", "--prompt", PROMPT, "--max-new-tokens", "120", "--seed", "1")
+    if not (out / "hf").exists():
+        _verb("export", f"{out}/run", "--to", "hf", f"{out}/hf")
+
+    from ingot.report.loss_curve import draw_loss_curve
+
+    draw_loss_curve(out / "run", out / "loss.png", "ingot demo: a small MPT on Python's standard library")
+    print(f"""
+The loss curve is in {out}/loss.png, the metrics in {out}/run/metrics.jsonl, the model for transformers in {out}/hf.
+What to type next:
+  ingot generate {out}/run --prompt "import os"           another sample
+  ingot train demo max_duration=1000ba data={out}/data save_folder={out}/run
+                                                          train on from where it stopped
+  ingot recipes list                                      models from 14m to 175b
+  ingot train mpt-125m data={out}/data max_duration=2ba global_train_batch_size=2 max_seq_len=128
+                                                          a real recipe on this data""")
+
+
+def _verb(*arguments: str) -> None:
+    """Run a public verb, after showing it as one would type it."""
+    from ingot.cli.main import app
+
+    print(f"\n$ ingot {shlex.join(arguments)}")
+    app(list(arguments), prog_name="ingot", standalone_mode=False)

@@ -1,0 +1,34 @@
+"""`ingot export`"""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Target(str, Enum):
+    hf = "hf"
+
+
+class Dtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    to: Annotated[Target, typer.Option("--to", help="hf: a folder that transformers loads without remote code.")] = Target.hf,
+    dtype: Annotated[Dtype | None, typer.Option(help="Convert weights. Default: as stored.")] = None,
+    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 5.0,
+) -> None:
+    """Write a model for the rest of the world.
+
+    Example: ingot export runs/first --to hf ./my-model
+    """
+    from ingot.checkpoint.transfer import export_run
+
+    name = export_run(run, out, dtype.value if dtype else None, int(max_shard_gb * 1e9))
+    print(f"wrote {out}: {name}; load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")

@@ -1,0 +1,41 @@
+"""`ingot generate`"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="Run folder, checkpoint or Hugging Face folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the smallest set of this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Repeat a sample.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Continue a text, printed as it is generated.
+
+    Example: ingot generate runs/first --prompt "def main():" --temperature 0.7 --top-k 50
+    """
+    from ingot.checkpoint.load import load_model
+    from ingot.checkpoint.transfer import tokenizer_of
+    from ingot.model.generate import generate as sample
+
+    model = load_model(run, device)
+    tokenizer = tokenizer_of(run)
+    tokens = tokenizer.encode(prompt)
+    sys.stdout.write(prompt)
+    new: list[int] = []
+    shown = ""
+    for token in sample(model, tokens, max_new_tokens, temperature, top_k, top_p, tokenizer.eos_id, seed):
+        new.append(token)
+        text = tokenizer.decode(new)
+        if not text.endswith("�"):  # a character may need several tokens
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    sys.stdout.write(tokenizer.decode(new)[len(shown) :] + "\n")

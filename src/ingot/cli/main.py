@@ -1,0 +1,77 @@
+"""The `ingot` command."""
+
+import sys
+import traceback
+from pathlib import Path
+
+import click
+import typer
+
+from ingot.cli.config import config_app
+from ingot.cli.demo import demo
+from ingot.cli.doctor import doctor
+from ingot.cli.eval import evaluate
+from ingot.cli.export import export
+from ingot.cli.generate import generate
+from ingot.cli.import_ import import_
+from ingot.cli.prepare import prepare
+from ingot.cli.recipes import recipes_app
+from ingot.cli.train import train
+from ingot.errors import EXIT_FAULT, IngotError
+
+app = typer.Typer(
+    name="ingot",
+    help="From raw text to a pretrained GPT: prepare, train, resume, evaluate, generate, export.\n\n"
+    "Every verb takes --debug: the stack trace of a failure then goes to ingot-debug.log.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+app.command("prepare")(prepare)
+app.command("train")(train)
+app.command("eval")(evaluate)
+app.command("generate")(generate)
+app.command("export")(export)
+app.command("import")(import_)
+app.add_typer(recipes_app, name="recipes")
+app.add_typer(config_app, name="config")
+app.command("doctor")(doctor)
+app.command("demo")(demo)
+
+
+def main() -> None:
+    """Run a verb; a failure is one sentence on standard error and a non-zero exit code."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    try:
+        code = app(arguments, prog_name="ingot", standalone_mode=False)
+    except IngotError as error:
+        code = _fail(f"error: {error}", error.exit_code, debug)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail("interrupted; the same command continues from the last checkpoint", 130, debug=False)
+    except BrokenPipeError:
+        code = 0
+    except Exception as error:
+        hint = "" if debug else "; run again with --debug for the stack trace"
+        code = _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT, debug)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    print(message, file=sys.stderr)
+    if debug:
+        path = Path("ingot-debug.log")
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        print(f"the stack trace is in {path}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Reading Megatron's and NeoX's indexed format: PREFIX.bin holds token ids back to back, PREFIX.idx where they begin.
+
+    "MMIDIDX\\0\\0" | uint64 version 1 | uint8 dtype | uint64 S | uint64 D
+    int32 length[S], in tokens | int64 pointer[S], in bytes | int64 document[D], the first sequence of each, and S
+
+Megatron builds document, sample and shuffle indices over it, gigabytes for a large corpus. Here the .bin is what it is,
+one long array, and of the .idx only document boundaries are ever needed, found by bisection in the memory map.
+"""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from ingot.data.mds import map_file
+from ingot.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # 34 bytes, unpadded
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floats
+CHUNK = 1 << 20  # sequences checked at a time
+
+
+class IndexFile:
+    """A checked .idx file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                head = file.read(HEADER.size)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from None
+        if len(head) < HEADER.size or head[:9] != MAGIC:
+            raise DataError(f"{path} does not begin with the magic of a Megatron index; is it another kind of file?")
+        _, version, code, sequences, documents = HEADER.unpack(head)
+        if version != 1:
+            raise DataError(f"{path} has version {version}; only version 1 is known")
+        if code not in DTYPES:
+            known = ", ".join(f"{c} {name}" for c, name in DTYPES.items())
+            raise DataError(f"{path} has dtype code {code}, which no token type has (known: {known})")
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if size not in (expected, expected + sequences):  # the latter with a mode per sequence (multimodal)
+            raise DataError(
+                f"{path} has {size:,} bytes where {sequences:,} sequences and {documents:,} document entries need "
+                f"{expected:,}; copy or prepare it again"
+            )
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        self._map = map_file(path, size)  # unaligned arrays below: indexing copies, so never pass them whole to numpy
+        self.lengths = np.frombuffer(self._map, "<i4", sequences, HEADER.size)
+        self.pointers = np.frombuffer(self._map, "<i8", sequences, HEADER.size + 4 * sequences)
+        self.documents = np.frombuffer(self._map, "<i8", documents, HEADER.size + 12 * sequences)
+        self.tokens = self._check()
+
+    def _check(self) -> int:
+        """Sequences must lie back to back and documents in order; returns the number of tokens."""
+        if len(self.documents) == 0 or self.documents[0] != 0 or self.documents[-1] != len(self.lengths):
+            raise DataError(f"{self.path} has document entries that do not cover its sequences; prepare it again")
+        end = 0
+        for i in range(0, len(self.lengths), CHUNK):
+            lengths = self.lengths[i : i + CHUNK].astype(np.int64)
+            if (lengths < 0).any():
+                raise DataError(f"{self.path} has a sequence of negative length; copy or prepare it again")
+            ends = end + np.cumsum(lengths)
+            if (self.pointers[i : i + CHUNK] != (ends - lengths) * self.dtype.itemsize).any():
+                raise DataError(f"{self.path} has pointers that do not match its lengths; copy or prepare it again")
+            end = int(ends[-1])
+        for i in range(0, len(self.documents), CHUNK):
+            if (np.diff(self.documents[i : i + CHUNK + 1]) < 0).any():
+                raise DataError(f"{self.path} has documents out of order; copy or prepare it again")
+        return end
+
+    def starts_between(self, first: int, last: int) -> np.ndarray:
+        """Where documents begin among the tokens [first, last), ascending; empty documents begin with the next."""
+        lo, hi = self._document_at(first), self._document_at(last)
+        sequences = self.documents[lo:hi]
+        sequences = sequences[sequences < len(self.pointers)]
+        return np.unique(self.pointers[sequences] // self.dtype.itemsize)
+
+    def _document_at(self, token: int) -> int:
+        """The first document that begins at or after a token."""
+        lo, hi = 0, len(self.documents) - 1  # the last entry is the end, not a document
+        while lo < hi:
+            middle = (lo + hi) // 2
+            sequence = int(self.documents[middle])
+            start = int(self.pointers[sequence]) if sequence < len(self.pointers) else self.tokens * self.dtype.itemsize
+            lo, hi = (middle + 1, hi) if start < token * self.dtype.itemsize else (lo, middle)
+        return lo
+
+
+class FlatShard:
+    """Tokens that lie back to back in a file."""
+
+    def __init__(self, path: Path, dtype: np.dtype, tokens: int):
+        self.path, self.tokens, self.dtype = path, tokens, dtype
+        self._tokens = np.frombuffer(map_file(path, tokens * dtype.itemsize), dtype)
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copy the tokens from `start` on into all of `out`, int64."""
+        out[:] = self._tokens[start : start + len(out)]

@@ -1,0 +1,250 @@
+"""Reading MDS, the shard format of MosaicML Streaming: `index.json` and `shard.00000.mds` files.
+
+    uint32 n | uint32 offset[n+1] | JSON | sample 0 ... sample n-1          little endian, offsets from the file's start
+    sample = uint32 length of each variable-size column, then the data of all columns in the same order
+
+Streaming opens the file for every sample and decodes it in Python. Here a shard is one memory map: where all samples
+have one length, as after packing, it is seen as a strided matrix [samples, length], and reading is slicing.
+"""
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ingot.errors import DataError
+
+COLUMN = "tokens"
+DTYPE_OF_CODE = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64"
+}  # fmt: skip
+INTEGERS = frozenset(DTYPE_OF_CODE.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A file of a shard, as the index describes it."""
+
+    basename: str
+    bytes: int
+    hashes: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MdsShardInfo:
+    """What the index says of one shard."""
+
+    raw: ShardFile
+    packed: ShardFile | None  # the same bytes compressed
+    compression: str | None  # zstd, gz, bz2, without its level
+    samples: int
+    encoding: str  # of the tokens column
+    sizes: tuple[int | None, ...]  # bytes of each column, None where it varies
+    column: int  # which of them holds the tokens
+
+
+def read_index(path: Path) -> list[MdsShardInfo]:
+    """The shards that an index.json names, checked for what a hostile or damaged one could contain."""
+    try:
+        index = json.loads(path.read_bytes())
+        if index["version"] != 2:
+            raise DataError(f"{path} has version {index['version']}; only version 2 of MDS is known")
+        return [_shard_info(entry, path) for entry in index["shards"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not a valid MDS index ({_reason(error)}); prepare or copy the data again") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _shard_info(entry: dict[str, Any], path: Path) -> MdsShardInfo:
+    if entry["format"] != "mds":
+        raise DataError(f"{path} describes shards of format '{entry['format']}'; only mds is read")
+    names, encodings = entry["column_names"], entry["column_encodings"]
+    if "pkl" in encodings:
+        raise DataError(f"{path} has a pickled column, which could run code when read; write it with another encoding")
+    if COLUMN not in names:
+        raise DataError(f"{path} has no column '{COLUMN}' but {', '.join(names)}; turn text into tokens by preparing it")
+    column = names.index(COLUMN)
+    packed = _shard_file(entry["zip_data"], path) if entry.get("zip_data") else None
+    compression = entry["compression"].split(":")[0] if packed else None
+    samples = int(entry["samples"])
+    if len(names) != len(encodings) or len(names) != len(entry["column_sizes"]) or samples < 0:
+        raise ValueError("columns or samples do not add up")
+    sizes = tuple(None if size is None else int(size) for size in entry["column_sizes"])
+    raw = _shard_file(entry["raw_data"], path)
+    return MdsShardInfo(raw, packed, compression, samples, str(encodings[column]), sizes, column)
+
+
+def _shard_file(entry: dict[str, Any], path: Path) -> ShardFile:
+    name = entry["basename"]
+    pure = PurePosixPath(name)
+    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or name.startswith(".ingot"):
+        raise DataError(f"{path} names the shard '{name}', which lies outside its own folder; do not trust this data")
+    return ShardFile(name, int(entry["bytes"]), {str(k): str(v) for k, v in (entry.get("hashes") or {}).items()})
+
+
+def static_tokens(info: MdsShardInfo, raw_type: str) -> int | None:
+    """Tokens in a shard by its index entry alone, where the tokens column has a fixed size."""
+    size = info.sizes[info.column]
+    if size is None:
+        return None
+    return info.samples * (size // _static_dtype(info.encoding, raw_type, info.raw.basename).itemsize)
+
+
+class MdsShard:
+    """The tokens of one shard, over one memory map."""
+
+    def __init__(self, path: Path, info: MdsShardInfo, raw_type: str = "int64"):
+        self.path = path
+        self._map = map_file(path, info.raw.bytes)
+        data = np.frombuffer(self._map, np.uint8)
+        n = info.samples
+        header = 4 * (n + 2)
+        if len(data) < header or int(data[:4].view("<u4")[0]) != n:
+            raise DataError(f"{path} does not begin as an MDS shard of {n} samples; prepare or copy the data again")
+        offsets = data[4:header].view("<u4").astype(np.int64)  # [n+1]
+        if n == 0:
+            self.tokens = 0
+            return
+        if offsets[0] < header or offsets[-1] != len(data) or (np.diff(offsets) < 0).any():
+            raise DataError(f"{path} has sample offsets that do not fit its size; prepare or copy the data again")
+        stride = int(offsets[1] - offsets[0])
+        # Of equally long samples only the first is decoded here: looking at each would read the whole shard from disk.
+        self._uniform = len(info.sizes) == 1 and bool((np.diff(offsets) == stride).all())
+        known = 1 if self._uniform else n
+        self.dtype, starts, self._lengths = _locate(data, offsets[: known + 1], info, raw_type, path)
+        self._starts = starts  # byte of each sample's first token
+        if self._uniform:
+            self.length = int(self._lengths[0])
+            self.tokens = n * self.length
+            head = int(starts[0] - offsets[0])
+            shape, strides = (n, self.length), (stride, self.dtype.itemsize)
+            self._rows = np.ndarray(shape, self.dtype, data, int(starts[0]), strides)
+            self._heads = np.ndarray((n, head), np.uint8, data, int(offsets[0]), (stride, 1)) if head else None
+            self._head = data[offsets[0] : starts[0]].tobytes()
+        else:
+            self._ends = np.cumsum(self._lengths)  # [n], in tokens
+            self.tokens = int(self._ends[-1])
+
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copy the tokens from `start` on into all of `out`, int64."""
+        if self._uniform:
+            self._read_rows(start, out)
+        else:
+            self._read_ragged(start, out)
+
+    def _read_rows(self, start: int, out: np.ndarray) -> None:
+        row, column = divmod(start, self.length)
+        done = 0
+        while done < len(out):
+            if self._heads is not None and self._heads[row].tobytes() != self._head:
+                raise DataError(f"{self.path}: sample {row} is not encoded as the samples before it; the shard is damaged")
+            taken = min(self.length - column, len(out) - done)
+            out[done : done + taken] = self._rows[row, column : column + taken]
+            done, row, column = done + taken, row + 1, 0
+
+    def _read_ragged(self, start: int, out: np.ndarray) -> None:
+        row = int(np.searchsorted(self._ends, start, side="right"))
+        skipped = start - int(self._ends[row] - self._lengths[row])
+        done = 0
+        while done < len(out):
+            taken = min(int(self._lengths[row]) - skipped, len(out) - done)
+            offset = int(self._starts[row]) + skipped * self.dtype.itemsize
+            out[done : done + taken] = np.frombuffer(self._map, self.dtype, taken, offset)
+            done, row, skipped = done + taken, row + 1, 0
+
+
+def map_file(path: Path, size: int) -> mmap.mmap:
+    """A read-only memory map of a file that must have this many bytes."""
+    try:
+        with path.open("rb") as file:
+            found = path.stat().st_size
+            if found != size:
+                raise DataError(f"{path} has {found:,} bytes where its index says {size:,}; copy or prepare it again")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; copy or prepare the data again") from None
+
+
+def _locate(
+    data: np.ndarray, offsets: np.ndarray, info: MdsShardInfo, raw_type: str, path: Path
+) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """Type, first byte [k] and number [k] of the tokens of each sample between `offsets` [k+1]."""
+    begin, end = offsets[:-1], offsets[1:]
+    variable = [i for i, size in enumerate(info.sizes) if size is None]
+    if (end - begin < 4 * len(variable)).any():
+        raise DataError(f"{path} has a sample shorter than its own header; the shard is damaged")
+    start = begin + 4 * len(variable)
+    length = np.zeros_like(begin)
+    for i in range(info.column + 1):
+        start = start + length
+        size = info.sizes[i]
+        length = np.full_like(begin, size) if size is not None else _unsigned(data, begin + 4 * variable.index(i), 4)
+    name, _, rest = info.encoding.partition(":")
+    stop = start + length
+    if (stop > end).any():
+        raise DataError(f"{path} has a tokens column that reaches beyond its sample; the shard is damaged")
+    if name == "ndarray" and ":" not in rest:
+        start, dtype = _skip_array_head(data, start, stop, rest, path)
+    else:
+        dtype = _static_dtype(info.encoding, raw_type, str(path))
+    counts, odd = np.divmod(stop - start, dtype.itemsize)
+    if odd.any():
+        raise DataError(f"{path} has a tokens column of {stop[0] - start[0]} bytes, no multiple of {dtype.name}")
+    return dtype, start, counts
+
+
+def _skip_array_head(
+    data: np.ndarray, start: np.ndarray, stop: np.ndarray, static: str, path: Path
+) -> tuple[np.ndarray, np.dtype]:
+    """Behind the head of an array whose type or shape is stored with it: [code] (ndim << 2 | k) dims."""
+    if (stop - start < 2 + (not static)).any():
+        raise DataError(f"{path} has an empty tokens column; the shard is damaged")
+    if static:
+        dtype = _integer(static, str(path))
+    else:
+        codes = np.unique(data[start])
+        if len(codes) > 1:
+            raise DataError(f"{path} mixes token types in one shard, which no writer does; the shard is damaged")
+        dtype = _integer(DTYPE_OF_CODE.get(int(codes[0]), f"code {codes[0]}"), str(path))
+        start = start + 1
+    shape = data[start].astype(np.int64)
+    dims, width = shape >> 2, 1 << (shape & 3)
+    head = 1 + dims * width
+    if (dims != 1).any() or (start + head > stop).any():
+        raise DataError(f"{path} has tokens in {dims.max()} dimensions; only flat arrays of tokens are read")
+    said = np.zeros_like(start)
+    for w in np.unique(width).tolist():
+        here = width == w
+        said[here] = _unsigned(data, start[here] + 1, w)
+    if (said * dtype.itemsize != stop - start - head).any():
+        raise DataError(f"{path} has a tokens column whose length is not the one it states; the shard is damaged")
+    return start + head, dtype
+
+
+def _unsigned(data: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
+    """The little-endian unsigned integers of `width` bytes at unaligned places, int64."""
+    return data[at[:, None] + np.arange(width)].copy().view(f"<u{width}")[:, 0].astype(np.int64)
+
+
+def _static_dtype(encoding: str, raw_type: str, where: str) -> np.dtype:
+    name, _, rest = encoding.partition(":")
+    if name == "bytes":
+        return _integer(raw_type, where)
+    if name == "ndarray" and rest:
+        return _integer(rest.split(":")[0], where)
+    return _integer(encoding, where)
+
+
+def _integer(name: str, where: str) -> np.dtype:
+    name = "int64" if name == "int" else name
+    if name not in INTEGERS:
+        raise DataError(f"{where} stores tokens as '{name}'; integers are needed ({', '.join(sorted(INTEGERS))})")
+    return np.dtype(name).newbyteorder("<")
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]

@@ -1,0 +1,176 @@
+"""Text to token ids and back, on Hugging Face `tokenizers`, without `transformers`.
+
+`transformers` would load the same `tokenizer.json`, but costs seconds of imports in every worker and hides which file
+was used. What it adds and training needs is small and stands here: which token ends a document, how many rows an
+embedding must have, and how many bytes of text each token stands for (for bits per byte).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from ingot.errors import DataError, disk_error
+
+# What the field's tokenizers call the end of a document, in the order in which we believe them.
+_EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer and what `tokenizer_config.json` says about it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None):
+        backend.no_truncation()  # some published files carry a limit that would silently cut documents
+        backend.no_padding()
+        self.backend = backend
+        self.config = dict(config or {})
+        self.vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.vocab.values(), default=-1) + 1
+        self.eos_id = self._find_eos()
+
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; `special_tokens` adds what the tokenizer puts around a document (`<s>` of Llama)."""
+        return list(self.backend.encode(text, add_special_tokens=special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some token ids, special tokens included."""
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the one token that is spelled like this."""
+        return self.vocab.get(text)
+
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text that each token stands for, int32 [vocab_size]; None where tokens do not map to bytes."""
+        spec = json.loads(self.backend.to_str())
+        if not _is_byte_level(spec):
+            return None
+        sizes = np.zeros(self.vocab_size, dtype=np.int32)
+        for token, index in self.backend.get_vocab(with_added_tokens=False).items():
+            sizes[index] = len(token)  # byte-level BPE spells each byte as one printable character
+        for added in spec.get("added_tokens", []):
+            sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        return sizes
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, each under its final name only when complete."""
+        folder = Path(folder)
+        eos = self.backend.id_to_token(self.eos_id) if self.eos_id is not None else None
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config, **({"eos_token": eos} if eos else {})}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_whole(folder / "tokenizer.json", self.backend.to_str())
+            _write_whole(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise disk_error("write the tokenizer to", folder, error) from None
+
+    def fingerprint(self) -> str:
+        """A name for what this tokenizer does: equal for equal vocabulary, merges and rules."""
+        canonical = json.dumps(json.loads(self.backend.to_str()), sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def _find_eos(self) -> int | None:
+        named = self.config.get("eos_token")
+        if isinstance(named, dict):
+            named = named.get("content")
+        names = ([named] if isinstance(named, str) else []) + list(_EOS_NAMES)
+        return next((self.vocab[name] for name in names if name in self.vocab), None)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """From a folder with tokenizer.json, such a file, a vocab.json (merges.txt beside it), or a Hugging Face hub id."""
+    place = Path(path)
+    if place.is_dir():
+        if (place / "tokenizer.json").is_file():
+            return _from_json_file(place / "tokenizer.json")
+        if (place / "vocab.json").is_file() and (place / "merges.txt").is_file():
+            return load_gpt2_tokenizer(place / "vocab.json", place / "merges.txt")
+        raise DataError(f"{place}: no tokenizer.json in this folder, nor vocab.json with merges.txt")
+    if place.is_file():
+        if place.name.endswith("vocab.json"):
+            return load_gpt2_tokenizer(place, place.with_name(place.name.replace("vocab.json", "merges.txt")))
+        return _from_json_file(place)
+    return _from_hub(str(path))
+
+
+def load_gpt2_tokenizer(vocab_file: str | Path, merges_file: str | Path) -> Tokenizer:
+    """The tokenizer of GPT-2's two files, as Megatron's and NeoX's GPT2BPETokenizer takes them."""
+    for file in (vocab_file, merges_file):
+        if not Path(file).is_file():
+            raise DataError(f"{file}: no such file; a GPT-2 tokenizer needs its vocab.json and its merges.txt")
+    try:
+        backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab_file), str(merges_file)))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise DataError(f"{vocab_file}: not a GPT-2 vocabulary with its merges: {error}") from None
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if backend.token_to_id("<|endoftext|>") is not None:
+        backend.add_special_tokens(["<|endoftext|>"])
+    return Tokenizer(backend, {"eos_token": "<|endoftext|>"})
+
+
+def _from_json_file(file: Path) -> Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise DataError(f"{file}: not a tokenizer.json of Hugging Face tokenizers: {error}") from None
+    config_file = file.with_name("tokenizer_config.json")
+    if not config_file.is_file():
+        return Tokenizer(backend)
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{config_file}: cannot be read as JSON: {error}") from None
+    return Tokenizer(backend, config if isinstance(config, dict) else {})
+
+
+def _from_hub(name: str) -> Tokenizer:
+    advice = f"{name}: no such file or folder"
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise DataError(f"{advice}; give a tokenizer.json, a folder that holds one, or a Hugging Face hub id")
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError:
+        raise DataError(f"{advice}, and hub ids need huggingface_hub: pip install huggingface_hub") from None
+    disable_progress_bars()
+    try:
+        file = Path(hf_hub_download(name, "tokenizer.json"))
+    except Exception as error:  # the hub client raises many kinds: offline, 401, 404, bad name
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"{advice}, and its tokenizer.json is neither in the local Hugging Face cache nor to be had from the hub "
+            f"({reason[:160]}); download it elsewhere and give its path"
+        ) from None
+    try:
+        hf_hub_download(name, "tokenizer_config.json")
+    except Exception:  # noqa: S110  # optional beside tokenizer.json; without it the usual names of EOS are tried
+        pass
+    return _from_json_file(file)
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json describes byte-level BPE: every text is spelled by bytes, nothing is normalized away."""
+
+    def kinds(part: dict[str, Any] | None) -> list[str]:
+        if not part:
+            return []
+        inner = part.get("pretokenizers") or part.get("decoders") or part.get("normalizers") or []
+        return [part["type"], *(kind for p in inner for kind in kinds(p))]
+
+    return spec["model"].get("type") == "BPE" and "ByteLevel" in kinds(spec.get("pre_tokenizer"))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

@@ -1,0 +1,1 @@
+"""What came out: console, metrics file, trackers, pictures."""

@@ -1,0 +1,53 @@
+"""metrics.jsonl: one JSON object per logged step."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from ingot.errors import disk_error
+from ingot.train.events import Row
+from ingot.train.run_folder import METRICS
+
+
+class MetricsFile:
+    """Appends rows. On resume the file is cut back to where it was when the checkpoint was saved."""
+
+    def __init__(self, folder: str):
+        self.path = Path(folder) / METRICS
+        self.file: IO[bytes] | None = None
+
+    def note(self, text: str) -> None:
+        pass
+
+    warn = note
+
+    def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
+        self.file = self.path.open("ab")
+        self.file.truncate(min(int((state or {}).get("metrics_bytes", 0)), self.path.stat().st_size))
+        self.file.seek(0, os.SEEK_END)
+
+    def row(self, row: Row, batch: int) -> None:
+        assert self.file is not None
+        finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        try:
+            self.file.write(json.dumps(finite).encode() + b"\n")
+            self.file.flush()
+        except OSError as error:
+            raise disk_error("write", self.path, error) from None
+
+    def state(self) -> dict[str, Any]:
+        assert self.file is not None
+        os.fsync(self.file.fileno())
+        return {"metrics_bytes": self.file.tell()}
+
+    def end(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def read_rows(folder: str | Path) -> list[Row]:
+    """All rows of a run."""
+    with (Path(folder) / METRICS).open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

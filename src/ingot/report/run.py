@@ -1,0 +1,53 @@
+"""A run with everything that listens to it: the `train` of the command line and of the Python API."""
+
+from typing import Any
+
+from ingot.report.console import Console
+from ingot.report.metrics_file import MetricsFile
+from ingot.report.tensorboard import TensorBoard
+from ingot.train.config import RunConfig
+from ingot.train.events import Reporter, Row
+
+
+class Reporters:
+    """Several listeners as one."""
+
+    def __init__(self, listeners: list[Reporter]):
+        self.listeners = listeners
+
+    def note(self, text: str) -> None:
+        for listener in self.listeners:
+            listener.note(text)
+
+    def warn(self, text: str) -> None:
+        for listener in self.listeners:
+            listener.warn(text)
+
+    def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
+        for listener in self.listeners:
+            listener.begin(batch, total, state)
+
+    def row(self, row: Row, batch: int) -> None:
+        for listener in self.listeners:
+            listener.row(row, batch)
+
+    def state(self) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for listener in self.listeners:
+            merged |= listener.state()
+        return merged
+
+    def end(self) -> None:
+        for listener in self.listeners:
+            listener.end()
+
+
+def train(config: RunConfig, fresh: bool = False) -> Any:
+    """Train a run to its end, continuing it if its folder holds a checkpoint; gives a `Result`."""
+    listeners: list[Reporter] = [MetricsFile(config.run_folder)]
+    if config.loggers.tensorboard is not None:
+        listeners.append(TensorBoard(config.loggers.tensorboard, config.run_folder))
+    listeners.append(Console(config.run_folder))
+    from ingot.train.trainer import train as train_with  # torch loads after the config has been checked
+
+    return train_with(config, Reporters(listeners), fresh)

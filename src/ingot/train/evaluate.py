@@ -1,0 +1,73 @@
+"""Loss, perplexity and bits per byte of a model on a data set."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ingot.data.dataset import IGNORE, Dataset
+from ingot.data.order import Order
+from ingot.train.device import autocast
+from ingot.train.step import to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came out. Bits per byte does not depend on the tokenizer, so it compares any two models."""
+
+    loss: float
+    tokens: int
+    bits_per_byte: float | None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def metrics(self) -> dict[str, float]:
+        row = {"metrics/eval/LanguageCrossEntropy": self.loss, "metrics/eval/LanguagePerplexity": self.perplexity}
+        if self.bits_per_byte is not None:
+            row["metrics/eval/BitsPerByte"] = self.bits_per_byte
+        return row
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset,
+    *,
+    batch: int,
+    device: torch.device,
+    precision: str,
+    token_bytes: np.ndarray | None,
+    order: Order,
+    max_batches: int = -1,
+) -> Evaluation:
+    """The mean loss over a data set, or over its first `max_batches` batches in the given order."""
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), device=device, dtype=torch.float64)
+    tokens, text_bytes = 0, 0.0
+    limit = dataset.samples if max_batches < 0 else min(dataset.samples, max_batches * batch)
+    for start in range(0, limit, batch):
+        ids = order.take(np.arange(start, min(start + batch, limit)))
+        inputs, labels = dataset.gather(ids)
+        if len(ids) < batch:  # one shape for all batches: the rest carries no loss
+            inputs = np.pad(inputs, ((0, batch - len(ids)), (0, 0)))
+            labels = np.pad(labels, ((0, batch - len(ids)), (0, 0)), constant_values=IGNORE)
+        with autocast(precision, device):
+            total += model(to_device(inputs, device), to_device(labels, device)).double()
+        real = labels[labels != IGNORE]
+        tokens += real.size
+        text_bytes += _text_bytes(real, token_bytes, dataset)
+    model.train(was_training)
+    loss_sum = float(total)
+    bits = loss_sum / math.log(2) / text_bytes if text_bytes else None
+    return Evaluation(loss_sum / max(tokens, 1), tokens, bits)
+
+
+def _text_bytes(labels: np.ndarray, token_bytes: np.ndarray | None, dataset: Dataset) -> float:
+    if token_bytes is not None:
+        return float(token_bytes[labels].sum())
+    return labels.size * dataset.bytes_per_token if dataset.bytes_per_token else 0.0

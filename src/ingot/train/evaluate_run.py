@@ -1,0 +1,42 @@
+"""Evaluating a finished model: `ingot eval`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ingot.checkpoint.load import load_model
+from ingot.checkpoint.store import find_checkpoint
+from ingot.checkpoint.transfer import tokenizer_folder
+from ingot.config.load import load_config
+from ingot.data.dataset import open_dataset
+from ingot.data.tokenizer import load_tokenizer
+from ingot.errors import ConfigError
+from ingot.train.config import RunConfig
+from ingot.train.device import check_precision, choose_device
+from ingot.train.evaluate import Evaluation, evaluate
+from ingot.train.trainer import token_bytes
+
+
+def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]:
+    """The loss of a run, checkpoint or Hugging Face folder on its validation data, or on other data by overrides;
+    with a line that says what was evaluated on."""
+    if (path / "config.json").is_file():
+        from ingot.checkpoint.hf import read_hf
+
+        model_values = json.loads(read_hf(path)[0].model_dump_json())
+        base = {"model": model_values, "max_seq_len": model_values["max_seq_len"]}
+    else:
+        base = find_checkpoint(path).state["config"]
+    config = load_config(RunConfig, overrides, base)
+    if config.data.eval is None:
+        raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
+    device, _ = choose_device(config)
+    check_precision(config, device)
+    data = open_dataset(config.data.eval, config.max_seq_len, config.model.vocab_size)
+    folder = tokenizer_folder(path)
+    result = evaluate(
+        load_model(path, device), data, batch=config.device_eval_batch_size or 8, device=device,
+        precision=config.precision, token_bytes=token_bytes(load_tokenizer(folder) if folder else None, config),
+        order=data.order(config.seed, config.data.eval.shuffle), max_batches=config.eval_subset_num_batches,
+    )  # fmt: skip
+    return result, data.describe()

@@ -1,0 +1,98 @@
+"""The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued.
+
+    config.yaml  metrics.jsonl  checkpoints/STEP/  tokenizer/  logs/  tensorboard/
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ingot.checkpoint.manifest import Manifest, write_atomically
+from ingot.checkpoint.store import CHECKPOINTS
+from ingot.config.load import to_yaml
+from ingot.errors import CheckpointError, disk_error
+from ingot.train.config import RunConfig
+
+CONFIG, METRICS, LOGS, TOKENIZER = "config.yaml", "metrics.jsonl", "logs", "tokenizer"
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, "tensorboard")
+
+# A run that continued with another value here would not be the run that the checkpoint is of.
+FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
+         "optimizer.name")  # fmt: skip
+EXECUTION = ("name", "save_folder", "load_path", "device", "device_train_microbatch_size", "activation_checkpointing",
+             "compile", "deterministic", "log_interval", "loggers", "data.prefetch_batches", "data.train.path",
+             "data.eval", "tokenizer", "save_interval", "save_num_checkpoints_to_keep", "eval_interval",
+             "device_eval_batch_size", "max_duration")  # fmt: skip
+
+
+def open_run_folder(config: RunConfig, fresh: bool) -> Path:
+    """Make the folder, emptied of an earlier run if asked; fail now if it cannot be written."""
+    run = Path(config.run_folder)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for name in OURS:
+                path = run / name
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        (run / LOGS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise disk_error("write the run folder", run, error) from None
+    return run
+
+
+def write_config(run: Path, config: RunConfig) -> None:
+    """Keep the resolved config, once it is sure that the run goes on with it."""
+    try:
+        write_atomically(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
+    except OSError as error:
+        raise disk_error("write", run / CONFIG, error) from None
+
+
+def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
+    """Fail before step 1 rather than at the first save."""
+    free = shutil.disk_usage(run).free
+    if free < checkpoint_bytes:
+        raise disk_error(
+            "save checkpoints in", run,
+            OSError(f"one checkpoint takes {checkpoint_bytes / 1e9:.2f} GB and only {free / 1e9:.2f} GB are free"),
+        )  # fmt: skip
+
+
+def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
+    """What differs between a checkpoint's config and this one; raises if it may not be continued."""
+    old, new = _flatten(manifest.state.get("config", {})), _flatten(json.loads(config.model_dump_json()))
+    changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    shown = {k: f"{k} was {old.get(k)} and is now {new.get(k)}" for k in changed}
+    for key in changed:
+        if key.startswith("model.") and not key.endswith("_pdrop"):
+            raise CheckpointError(
+                f"the checkpoint {manifest.folder} is of another model ({shown[key]}); choose another save_folder, or "
+                "start over with --fresh"
+            )
+        if key in FIXED:
+            raise CheckpointError(
+                f"the checkpoint {manifest.folder} cannot be continued: {shown[key]}, which would change the order of "
+                "the data or the meaning of its state; choose another save_folder, or start over with --fresh"
+            )
+    return [text for key, text in shown.items() if not key.startswith(EXECUTION)]
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def debug_log(config_folder: str | None) -> Path:
+    """Where `--debug` writes a stack trace: the run's logs, or the current folder if there is no run folder."""
+    if config_folder and os.path.isdir(os.path.join(config_folder, LOGS)):
+        return Path(config_folder) / LOGS / "debug.log"
+    return Path("ingot-debug.log")

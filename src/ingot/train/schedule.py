@@ -1,0 +1,42 @@
+"""The learning rate as a pure function of the number of batches done, so that resuming needs no scheduler state.
+
+Formulas are Composer's and LLM Foundry's: the warmup rises from 0 at the first step; decay starts where it ends.
+"""
+
+import math
+
+from ingot.config.time import Clock
+from ingot.train.config import SchedulerConfig
+
+
+def lr_multiplier(config: SchedulerConfig, clock: Clock, batch: int) -> float:
+    """Fraction of the peak learning rate for the step that follows `batch` finished ones."""
+    warmup = clock.batches(config.t_warmup)
+    if batch < warmup:
+        return batch / warmup
+    final = config.alpha_f
+    end = clock.batches(config.t_max)
+    match config.name:
+        case "constant_with_warmup":
+            return 1.0
+        case "linear_decay_with_warmup":
+            return 1 - (1 - final) * _progress(batch, warmup, end)
+        case "cosine_with_warmup":
+            return final + (1 - final) * _cosine(_progress(batch, warmup, end))
+        case "inv_sqrt_with_warmup":
+            scale = clock.batches(config.t_scale) if config.t_scale is not None else max(warmup, 1.0)
+            return final + (1 - final) / math.sqrt(1 + (batch - warmup) / scale)
+        case "wsd":
+            start = max(warmup, end - clock.batches(config.t_decay))
+            done = _progress(batch, start, end)
+            left = {"linear": 1 - done, "cosine": _cosine(done), "sqrt": 1 - math.sqrt(done)}[config.decay_shape]
+            return final + (1 - final) * left
+    raise AssertionError(config.name)
+
+
+def _progress(batch: float, start: float, end: float) -> float:
+    return min(1.0, (batch - start) / (end - start)) if end > start else 1.0
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,322 @@
+"""A run from start to end: build, resume, step, evaluate, save.
+
+Progress is a number of finished batches. Everything else (learning rate, samples of the next batch) follows from it,
+so a run that is killed and started again goes on from its last checkpoint as if nothing had happened.
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ingot
+from ingot.checkpoint.load import fill_model, open_weights
+from ingot.checkpoint.store import (
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    CheckpointTensors,
+    clear_drafts,
+    keep_newest,
+    load_tensors,
+    newest_good_checkpoint,
+    restore_rng,
+    rng_tensors,
+    save_checkpoint,
+)
+from ingot.config.time import Clock
+from ingot.data.dataset import Dataset, open_dataset
+from ingot.data.loader import Loader
+from ingot.data.tokenizer import Tokenizer, load_tokenizer
+from ingot.errors import CheckpointError, ConfigError, DataError, IngotError, disk_error
+from ingot.model.attention import choose_kernel
+from ingot.model.gpt import flops_per_token
+from ingot.model.init import build_model
+from ingot.train.config import RunConfig
+from ingot.train.device import check_precision, choose_device, make_deterministic, memory_metrics, peak_flops
+from ingot.train.evaluate import Evaluation, evaluate
+from ingot.train.events import Reporter, Row
+from ingot.train.microbatch import choose_microbatch
+from ingot.train.optimizer import Optimizer
+from ingot.train.run_folder import TOKENIZER, changed_keys, check_disk_space, open_run_folder, write_config
+from ingot.train.schedule import lr_multiplier
+from ingot.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    folder: Path
+    batches: int
+    loss: float | None
+    evaluation: Evaluation | None
+
+
+def train(config: RunConfig, reporter: Reporter, fresh: bool = False) -> Result:
+    """Train a run to its end, continuing it if its folder holds a checkpoint."""
+    try:
+        return Trainer(config, reporter, fresh).fit()
+    finally:
+        reporter.end()
+
+
+class Trainer:
+    """Everything that a run needs, built and checked before the first step."""
+
+    def __init__(self, config: RunConfig, reporter: Reporter, fresh: bool = False):
+        self.config, self.reporter = config, reporter
+        # Whatever can be wrong with the input is found before the run folder is touched.
+        self.device, why = choose_device(config)
+        check_precision(config, self.device)
+        self.data = open_dataset(config.data.train, config.max_seq_len, config.model.vocab_size)
+        self.eval_data = (
+            open_dataset(config.data.eval, config.max_seq_len, config.model.vocab_size) if config.data.eval else None
+        )
+        self.tokenizer = _find_tokenizer(config, self.data)
+        self.clock = Clock(
+            config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration
+        )
+        self.total = self.clock.total_batches
+        self.batch = 0
+        self.train_seconds = 0.0
+        reporter.note(f"device {self.device.type}: {why}; precision {config.precision}, weights and optimizer in fp32")
+        reporter.note(f"data {self.data.describe()}")
+
+        deterministic = make_deterministic(config, self.device)
+        torch.manual_seed(config.seed)
+        self.model = build_model(config.model, config.seed, self.device)
+        if config.load_path is not None:
+            _, tensors = open_weights(Path(config.load_path))
+            fill_model(self.model, tensors, config.load_path)
+            reporter.note(f"weights from {config.load_path}")
+        self.model.recompute_blocks = config.activation_checkpointing
+        kernel, why = choose_kernel(config.model, self.device)
+        self.model.attention_kernel = kernel
+        parameters = sum(p.numel() for p in self.model.parameters())
+        reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
+        self.optimizer = Optimizer(config.optimizer, self.model)
+        micro, why = choose_microbatch(config, self.model, self.device)
+        reporter.note(f"microbatch {micro} of a global batch of {config.global_train_batch_size}: {why}")
+        self.peak, source = peak_flops(self.device, config.precision)
+        reporter.note(f"peak {self.peak / 1e12:.3g} TFLOP/s for utilisation ({source})")
+        compiled = config.compile is True or (config.compile == "auto" and self.device.type == "cuda")
+        runnable: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        reporter.note(
+            f"torch.compile {'on' if compiled else 'off'}"
+            f"{': compiling takes longer than it saves on a CPU' if config.compile == 'auto' and not compiled else ''}"
+            f"; deterministic kernels {'on' if deterministic else 'off'}"
+        )
+        self.runnable = runnable
+        self.step = TrainStep(config, runnable, self.optimizer, self.device, micro)
+
+        self.folder = open_run_folder(config, fresh)
+        check_disk_space(self.folder, 12 * parameters)  # fp32 weights and two moments
+        clear_drafts(self.folder)
+        reporter_state = self._resume()
+        write_config(self.folder, config)
+        if self.tokenizer is not None:
+            self.tokenizer.save(self.folder / TOKENIZER)
+        reporter.begin(self.batch, self.total, reporter_state)
+
+    def fit(self) -> Result:
+        """Run the remaining steps."""
+        config = self.config
+        if self.batch >= self.total:
+            self.reporter.note(
+                f"{self.folder} has finished its {self.total} batches; ask for more with max_duration=..., or start "
+                "over with --fresh"
+            )
+            return Result(self.folder, self.batch, None, None)
+        log_every = self.clock.interval(config.log_interval) or self.total
+        eval_every = self.clock.interval(config.eval_interval)
+        loss: float | None = None
+        evaluation: Evaluation | None = None
+        seed = config.data.train.shuffle_seed if config.data.train.shuffle_seed is not None else config.seed
+        loader = Loader(
+            self.data, config.global_train_batch_size, seed=seed, shuffle=config.data.train.shuffle,
+            prefetch=config.data.prefetch_batches,
+        )  # fmt: skip
+        batches = loader.batches(self.batch)
+        last_save = time.monotonic()
+        window_start, window_batches, waited = time.perf_counter(), 0, 0.0
+        try:
+            while self.batch < self.total:
+                asked = time.perf_counter()
+                batch = next(batches)
+                waited += time.perf_counter() - asked
+                self.optimizer.set_lr(lr_multiplier(config.scheduler, self.clock, self.batch))
+                step_loss, norm = self.step.run(batch)
+                self.batch += 1
+                window_batches += 1
+                last = self.batch == self.total
+                row: Row | None = None
+                if last or self.batch % log_every == 0:
+                    loss, row = self._measure(step_loss, norm, window_start, window_batches, waited)
+                if self.eval_data is not None and (last or (eval_every and self.batch % eval_every == 0)):
+                    evaluation = self.evaluate()
+                    row = (row or self._position()) | evaluation.metrics()
+                if row is not None:
+                    self.reporter.row(row, self.batch)
+                    window_start, window_batches, waited = time.perf_counter(), 0, 0.0
+                if last or self._save_due(last_save):
+                    self._save(final=last)
+                    last_save = time.monotonic()
+                    window_start, window_batches, waited = time.perf_counter(), 0, 0.0
+        finally:
+            batches.close()
+        return Result(self.folder, self.batch, loss, evaluation)
+
+    def evaluate(self) -> Evaluation:
+        """The loss on the validation data."""
+        assert self.eval_data is not None and self.config.data.eval is not None
+        source = self.config.data.eval
+        seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
+        return evaluate(
+            self.runnable, self.eval_data, batch=self.config.device_eval_batch_size or self.step.micro,
+            device=self.device, precision=self.config.precision, token_bytes=token_bytes(self.tokenizer, self.config),
+            order=self.eval_data.order(seed, source.shuffle),
+            max_batches=self.config.eval_subset_num_batches,
+        )  # fmt: skip
+
+    def _measure(
+        self, step_loss: torch.Tensor, norm: torch.Tensor, since: float, batches: int, waited: float
+    ) -> tuple[float, Row]:
+        """The row of this step. Reading the loss is the only place where the loop waits for the device."""
+        loss, grad_norm = float(step_loss), float(norm)
+        if not math.isfinite(loss):
+            raise IngotError(
+                f"the loss is {loss} at batch {self.batch}; lower optimizer.lr, lengthen scheduler.t_warmup or look at "
+                "the data, and run the same command to continue from the last checkpoint"
+            )
+        elapsed = time.perf_counter() - since
+        self.train_seconds += elapsed
+        rate = batches / elapsed
+        samples, tokens = self.config.global_train_batch_size, self._batch_tokens
+        flops = flops_per_token(self.config.model, self.config.max_seq_len)
+        causal = flops_per_token(self.config.model, self.config.max_seq_len, causal=True)
+        row = self._position() | {
+            "loss/train/total": loss,
+            "metrics/train/LanguageCrossEntropy": loss,
+            "metrics/train/LanguagePerplexity": math.exp(min(loss, 700.0)),
+            "l2_norm/grad/global": grad_norm,
+            **self.optimizer.learning_rates(),
+            "throughput/batches_per_sec": rate,
+            "throughput/samples_per_sec": rate * samples,
+            "throughput/tokens_per_sec": rate * tokens,
+            "throughput/device/tokens_per_sec": rate * tokens,
+            "throughput/device/mfu": rate * tokens * flops / self.peak,
+            "throughput/device/mfu_causal": rate * tokens * causal / self.peak,
+            "time/data": waited / elapsed,
+            "time/train": self.train_seconds / 3600,
+            "time/remaining_estimate": (self.total - self.batch) / rate / 3600,
+            "trainer/device_train_microbatch_size": self.step.micro,
+            **memory_metrics(self.device),
+        }
+        if self.config.precision == "fp16":
+            row["trainer/loss_scale"] = float(self.step.scaler.get_scale())
+        return loss, row
+
+    def _position(self) -> Row:
+        samples = self.batch * self.config.global_train_batch_size
+        return {
+            "time/batch": self.batch,
+            "time/sample": samples,
+            "time/token": self.batch * self._batch_tokens,
+            "time/epoch": samples / self.data.samples,
+        }
+
+    @property
+    def _batch_tokens(self) -> int:
+        return self.config.global_train_batch_size * self.config.max_seq_len
+
+    def _save_due(self, last_save: float) -> bool:
+        interval = self.config.save_interval
+        if interval.is_wall_clock:
+            return time.monotonic() - last_save >= interval.seconds
+        every = self.clock.interval(interval)
+        return bool(every) and self.batch % every == 0
+
+    def _save(self, final: bool) -> None:
+        tensors = {
+            MODEL: dict(self.model.named_parameters()),
+            OPTIMIZER: self.optimizer.state_tensors(),
+            RNG: rng_tensors(),
+        }
+        state = {
+            "config": json.loads(self.config.model_dump_json()),
+            "progress": self._position(),
+            "train_seconds": self.train_seconds,
+            "scaler": self.step.scaler.state_dict(),
+            "data": self.data.fingerprint(),
+            "versions": {"ingot": ingot.__version__, "torch": torch.__version__},
+        }
+        try:
+            state["reporter"] = self.reporter.state()
+            path = save_checkpoint(self.folder, self.batch, tensors, state)
+            keep_newest(self.folder, self.config.save_num_checkpoints_to_keep)
+        except OSError as error:
+            problem = disk_error("save a checkpoint in", self.folder, error)
+            if final:
+                raise problem from None
+            self.reporter.warn(f"{problem}; the run goes on, and tries again at the next save_interval")
+            return
+        self.reporter.note(f"saved {path}")
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Continue from the newest good checkpoint, if there is one; gives the reporter's state in it."""
+        manifest, problems = newest_good_checkpoint(self.folder)
+        for problem in problems:
+            self.reporter.warn(f"{problem}; trying the one before it")
+        if manifest is None:
+            return None
+        if OPTIMIZER not in manifest.files:
+            fill_model(self.model, CheckpointTensors(manifest), str(manifest.folder))
+            self.reporter.note(f"starting from the weights in {manifest.folder}")
+            return None
+        for text in changed_keys(self.config, manifest):
+            self.reporter.note(f"since the checkpoint, {text}")
+        if manifest.state.get("data") != self.data.fingerprint():
+            raise DataError(
+                f"the training data is not what {manifest.folder} was trained on; put it back, or start over with --fresh"
+            )
+        fill_model(self.model, CheckpointTensors(manifest), str(manifest.folder))
+        self.optimizer.load_state_tensors(load_tensors(manifest, OPTIMIZER))
+        restore_rng(load_tensors(manifest, RNG))
+        self.step.scaler.load_state_dict(manifest.state["scaler"])
+        if manifest.step > self.total:
+            raise CheckpointError(
+                f"{manifest.folder} is past max_duration={self.config.max_duration} ({self.total} batches); ask for "
+                "more, or start over with --fresh"
+            )
+        self.batch = manifest.step
+        self.train_seconds = float(manifest.state.get("train_seconds", 0.0))
+        self.reporter.note(f"resumed from {manifest.folder} at batch {self.batch} of {self.total}")
+        return manifest.state.get("reporter")
+
+
+def token_bytes(tokenizer: Tokenizer | None, config: RunConfig) -> np.ndarray | None:
+    """Bytes of text that each id of the model stands for; ids beyond the tokenizer's stand for none."""
+    table = tokenizer.token_bytes() if tokenizer is not None else None
+    if table is None:
+        return None
+    return np.pad(table, (0, max(0, config.model.vocab_size - len(table))))
+
+
+def _find_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:
+    """The tokenizer of the run, checked against the model. Training does not need one; text in and out does."""
+    path = config.tokenizer or data.tokenizer_folder
+    if path is None:
+        return None
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {path} has {tokenizer.vocab_size} tokens, model.vocab_size is {config.model.vocab_size}; "
+            f"set model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    return tokenizer
