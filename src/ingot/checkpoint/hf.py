@@ -131,7 +131,7 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shar
     if len(shards) == 1:
         shards[0][0].rename(folder / SINGLE)
         return dtype
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for k, (path, names) in enumerate(shards, start=1):
         file = f"model-{k:05d}-of-{len(shards):05d}.safetensors"
         path.rename(folder / file)

@@ -124,7 +124,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 def from_hf_config(values: dict[str, Any], where: str) -> ModelConfig:
     """Our config for a config.json; keys that are absent mean what transformers takes them to mean."""
     kind = values.get("model_type")
-    if kind not in CLASS_OF_TYPE:
+    if not isinstance(kind, str) or kind not in CLASS_OF_TYPE:
         raise CheckpointError(f"{where}: model_type is {kind!r}; we import {', '.join(CLASS_OF_TYPE)}")
     _only(values, where, quantization_config=(None,))
     aliases = ALIASES.get(kind, {})
@@ -226,9 +226,10 @@ def _rope(v: dict[str, Any], where: str) -> dict[str, Any]:
     """The rotary parameters, under their old or new key; any scaling of the frequencies is refused."""
     rope = _section(v, "rope_scaling", where) or _section(v, "rope_parameters", where)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    nested = any(isinstance(value, dict) for value in rope.values())  # one set per kind of layer
-    if nested or not (kind == "default" or (kind == "linear" and rope.get("factor") == 1)):
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"{where}: cannot import a model with other rotary positions for each kind of layer")
+    if kind != "default" and not (kind == "linear" and rope.get("factor") == 1):
         raise CheckpointError(
-            f"{where}: rope scaling {kind if not nested else rope!r} is not supported; only plain rotary is"
+            f"{where}: cannot import a model with rope scaling {kind!r}; only plain rotary is supported"
         )
     return rope

@@ -62,7 +62,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is not a manifest of an ingot checkpoint")
     if content.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has format version {content.get('version')}; this ingot reads version {VERSION}: install a newer one"
+            f"{path} has format version {content.get('version')}, and this ingot reads version {VERSION}; install a "
+            "newer one"
         )
     try:
         files, step, state = content["files"], int(content["step"]), dict(content["state"])

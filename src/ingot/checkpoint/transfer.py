@@ -6,13 +6,13 @@ from typing import Any
 
 import yaml
 
-import ingot
 from ingot.checkpoint.hf import export_hf, read_hf
 from ingot.checkpoint.load import open_weights
 from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, disk_error
+from ingot.version import __version__
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -37,12 +37,12 @@ def import_hf(folder: Path, out: Path) -> dict[str, Any]:
         "max_seq_len": config.context,
         "model": json.loads(config.model_dump_json()),
     }
-    state = {"config": values, "source": folder.name, "versions": {"ingot": ingot.__version__}}
+    state = {"config": values, "source": folder.name, "versions": {"ingot": __version__}}
     try:
         save_checkpoint(out, 0, {MODEL: {name: tensors.get(name) for name in tensors.names()}}, state)
         if tokenizer := tokenizer_folder(folder):
             load_tokenizer(tokenizer).save(out / "tokenizer")
-        header = f"# Imported from {folder.name}. Train on from here:\n#   ingot train THIS_FILE data=... load_path=THIS_FOLDER\n"
+        header = f"# Imported from {folder.name}. To train on: ingot train {out}/config.yaml data=... load_path={out}\n"
         write_atomically(out / "config.yaml", header + yaml.safe_dump(values, sort_keys=False))
     except OSError as error:
         raise disk_error("write", out, error) from None

@@ -1,17 +1,17 @@
 """`ingot export`"""
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
-class Target(str, Enum):
+class Target(StrEnum):
     hf = "hf"
 
 
-class Dtype(str, Enum):
+class Dtype(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -20,7 +20,9 @@ class Dtype(str, Enum):
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
-    to: Annotated[Target, typer.Option("--to", help="hf: a folder that transformers loads without remote code.")] = Target.hf,
+    to: Annotated[
+        Target, typer.Option("--to", help="hf: a folder that transformers loads without remote code.")
+    ] = Target.hf,
     dtype: Annotated[Dtype | None, typer.Option(help="Convert weights. Default: as stored.")] = None,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 5.0,
 ) -> None:

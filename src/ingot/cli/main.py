@@ -4,7 +4,6 @@ import sys
 import traceback
 from pathlib import Path
 
-import click
 import typer
 
 from ingot.cli.config import config_app
@@ -51,14 +50,14 @@ def main() -> None:
         code = app(arguments, prog_name="ingot", standalone_mode=False)
     except IngotError as error:
         code = _fail(f"error: {error}", error.exit_code, debug)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         code = _fail("interrupted; the same command continues from the last checkpoint", 130, debug=False)
     except BrokenPipeError:
         code = 0
     except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: a wrong option or argument
+            error.show()
+            sys.exit(error.exit_code)
         hint = "" if debug else "; run again with --debug for the stack trace"
         code = _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT, debug)
     sys.exit(code if isinstance(code, int) else 0)

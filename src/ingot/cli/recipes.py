@@ -25,7 +25,9 @@ def show_list() -> None:
 
     from ingot.model.gpt import parameter_count
 
-    table = Table("recipe", "parameters", "layers", "width", "heads", "sequence", "batch", "peak lr", "duration", box=None)
+    table = Table(
+        "recipe", "parameters", "layers", "width", "heads", "sequence", "batch", "peak lr", "duration", box=None
+    )
     for name in recipe_names():
         config = load_config(RunConfig, [name])
         model = config.model
@@ -34,7 +36,9 @@ def show_list() -> None:
             str(config.max_seq_len), str(config.global_train_batch_size), f"{config.optimizer.lr:g}",
             str(config.max_duration),
         )  # fmt: skip
-    Console(soft_wrap=True).print(table)
+    console = Console()
+    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than losing digits
+    console.print(table)
 
 
 @recipes_app.command("show")

@@ -38,9 +38,7 @@ class Origins:
         return self.places.get(key, "")
 
 
-def load_config(
-    schema: type[SchemaT], arguments: Sequence[str], base: dict[str, Any] | None = None
-) -> SchemaT:
+def load_config(schema: type[SchemaT], arguments: Sequence[str], base: dict[str, Any] | None = None) -> SchemaT:
     """Build a config from what stands on the command line: recipes, files and `key=value` overrides, in order.
 
     `base` is what they are merged onto, such as the config of an earlier run.
@@ -147,7 +145,7 @@ def _resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
         place = f"{origins.of(key)}: " if origins.of(key) else ""
         raise ConfigError(f"{place}{key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
-    return values
+    return {str(key): value for key, value in values.items()}
 
 
 def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

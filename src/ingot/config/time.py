@@ -72,7 +72,11 @@ class Time:
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict:
-        return {"type": "string", "pattern": f"^{PATTERN}$", "examples": ["4800ba", "1ep", "2.5Btok", "0.1dur", "30min"]}
+        return {
+            "type": "string",
+            "pattern": f"^{PATTERN}$",
+            "examples": ["4800ba", "1ep", "2.5Btok", "0.1dur", "30min"],
+        }
 
 
 @dataclass(frozen=True)

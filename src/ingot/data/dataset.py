@@ -8,24 +8,28 @@ stored in any length are split or joined. The last window may be short: its rest
 import hashlib
 import json
 import threading
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ingot.data.config import SourceConfig
+from ingot.data.cache import Cache, Forbidden, Remote, Wanted
+from ingot.data.config import PlaceConfig, SourceConfig
 from ingot.data.indexed import FlatShard, IndexFile
-from ingot.data.mds import MdsShard, MdsShardInfo, read_index
-from ingot.data.order import BLOCK_SAMPLES, Order
+from ingot.data.mds import MdsShard, ShardFile, read_index, tokens_by_index
+from ingot.data.order import Order
 from ingot.errors import DataError
 
 IGNORE = -100  # the label of a position without a next token
 OPEN_SHARDS = 256  # memory maps kept open; each holds a file descriptor
-MAX_BLOCK_BYTES = 1 << 26  # the part of a file without shards that counts as one for the order
+CHUNK_BYTES = 1 << 26  # the part of a .bin that counts as a shard, for the order and for fetching
+MAX_BLOCK_SAMPLES = 1 << 16
 
 
 class Shard(Protocol):
@@ -47,7 +51,41 @@ class Meta:
     shard_tokens: tuple[int, ...] | None = None
 
 
-class Dataset:
+class Dataset(ABC):
+    """Samples by number: what a loader reads from."""
+
+    samples: int  # windows of seq_len tokens; the last may be short
+    tokens: int
+    seq_len: int
+    tokenizer_folder: Path | None  # that of the tokenizer which made the data, where it came along
+    bytes_per_token: float | None  # of text, where known
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the console."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short hash of what the data is and how it is cut, the same on every machine."""
+
+    @abstractmethod
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """The order of its samples."""
+
+    @abstractmethod
+    def announce(self, order: Order, position: int) -> None:
+        """Say where reading stands, so that shards from elsewhere are fetched before they are needed."""
+
+    @abstractmethod
+    def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples by id [n] -> tokens and labels, int64 [n, S] each."""
+
+    @abstractmethod
+    def document_starts(self, ids: np.ndarray) -> np.ndarray:
+        """Where documents begin in the inputs of samples [n] -> bool [n, S]; each first position counts as one."""
+
+
+class Windows(Dataset):
     """Windows of `seq_len` tokens over shards that are opened when first read."""
 
     def __init__(
@@ -58,18 +96,21 @@ class Dataset:
         shard_tokens: Sequence[int],
         open_shard: Callable[[int], Shard],
         seq_len: int,
-        identity: Any,
-        vocab_size: int | None = None,
-        meta: Meta | None = None,
+        vocab_size: int | None,
+        *,
+        identity: Any,  # what distinguishes this data from other data
+        block_tokens: int,  # about the tokens of a shard
+        meta: Meta,
         tokenizer_folder: Path | None = None,
         index: IndexFile | None = None,
+        fetch_ahead: Callable[[list[int], list[int]], None] | None = None,  # shards needed now and soon
     ):
         self.kind, self.where, self.seq_len, self.vocab_size = kind, where, seq_len, vocab_size
         self.tokens = int(sum(shard_tokens))
         if self.tokens < 2:
             raise DataError(f"{where} is empty: {self.tokens} tokens, and training needs at least 2; prepare it again")
         self.samples = -(-(self.tokens - 1) // seq_len)
-        self.meta = meta or Meta()
+        self.meta = meta
         self.tokenizer_folder = tokenizer_folder
         self.bytes_per_token = self.meta.bytes / self.tokens if self.meta.bytes else None
         self._names = names
@@ -77,8 +118,9 @@ class Dataset:
         self._open_shard = open_shard
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._lock = threading.Lock()
-        self._identity = identity
-        self._index = index
+        self._identity, self._index, self._block_tokens = identity, index, block_tokens
+        self._fetch_ahead = fetch_ahead
+        self._announced = range(0)
         if vocab_size is not None and self.meta.max_token is not None and self.meta.max_token >= vocab_size:
             raise DataError(
                 f"{where} holds token ids up to {self.meta.max_token}, beyond the model's vocabulary of {vocab_size}; "
@@ -86,24 +128,41 @@ class Dataset:
             )
 
     def describe(self) -> str:
-        """One line for the console."""
         shards = f"{len(self._names):,} shard{'s' * (len(self._names) != 1)}"
         return (
             f"{self.kind} {self.where}: {self.tokens:,} tokens in {shards}, {self.samples:,} samples of {self.seq_len}"
         )
 
     def fingerprint(self) -> str:
-        """A short hash of what the data is: names, sizes, hashes, token counts, and how it is cut."""
         text = json.dumps([self.kind, self.seq_len, self._identity], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        """The order of this data set, in blocks of about a shard."""
-        block = max(1, min(self.samples // len(self._names), MAX_BLOCK_BYTES // (2 * self.seq_len)) or 1)
-        return Order(self.samples, seed, shuffle, min(block, BLOCK_SAMPLES * 16))
+        # In blocks of about a shard.
+        block = min(max(1, self._block_tokens // self.seq_len), MAX_BLOCK_SAMPLES)
+        return Order(self.samples, seed, shuffle, block)
+
+    def announce(self, order: Order, position: int) -> None:
+        if self._fetch_ahead is None or position in self._announced:
+            return
+        spans, end = order.window_at(position)
+        self._announced = range(position, end)
+        now, soon = self._shards_of(spans), self._shards_of(order.window_at(end)[0])
+        with self._lock:  # a map of an evicted file would still occupy the disk
+            for number in set(self._open) - set(now) - set(soon):
+                del self._open[number]
+        self._fetch_ahead(now, [number for number in soon if number not in now])
+
+    def _shards_of(self, spans: list[tuple[int, int]]) -> list[int]:
+        """The shards that hold the samples [first, end) of each span, each once, in the order of the spans."""
+        numbers: dict[int, None] = {}
+        for first, end in spans:
+            last = min(end * self.seq_len, self.tokens - 1)  # a window ends with the first token of the next
+            begin = bisect_right(self._first, first * self.seq_len) - 1
+            numbers |= dict.fromkeys(range(begin, bisect_right(self._first, last)))
+        return list(numbers)
 
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Windows by id [n] -> tokens and labels, int64 [n, S] each."""
         n, length = len(ids), self.seq_len
         rows = np.zeros((n, length + 1), np.int64)  # [n, S+1]
         short: list[tuple[int, int]] = []
@@ -123,7 +182,6 @@ class Dataset:
         return tokens, labels
 
     def document_starts(self, ids: np.ndarray) -> np.ndarray:
-        """Where documents begin in the inputs of windows [n] -> bool [n, S]; a window's first position always does."""
         starts = np.zeros((len(ids), self.seq_len), bool)
         starts[:, 0] = True
         if self._index is not None:
@@ -170,17 +228,86 @@ class Dataset:
         place = int(ids[k]) * self.seq_len + int(column)
         name = self._names[bisect_right(self._first, place) - 1]
         raise DataError(
-            f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's vocabulary "
-            f"of {self.vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
+            f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's "
+            f"vocabulary of {self.vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
         )
 
 
 def open_dataset(source: SourceConfig, seq_len: int, vocab_size: int | None = None) -> Dataset:
-    """The data set that a source names, in whichever format it is."""
-    kind, path = locate(Path(source.path), source.split)
+    """The data that a source names: one data set in whichever format it is, or a mixture of several."""
+    if not source.mix:
+        return _open_place(source, seq_len, vocab_size)
+    from ingot.data.mixture import Mixture  # which is made of data sets
+
+    datasets = {name: _open_place(place, seq_len, vocab_size) for name, place in source.mix.items()}
+    return Mixture(datasets, {name: place.weight for name, place in source.mix.items() if place.weight is not None})
+
+
+def _open_place(place: PlaceConfig, seq_len: int, vocab_size: int | None) -> Windows:
+    path = Path(place.path)
+    if place.remote is not None:
+        kind, path, cache = fetch_index(place.remote, path, place.split, place.cache_limit)
+    else:
+        (kind, path), cache = locate(path, place.split), None
     if kind == "mds":
-        return _open_mds(path, source, seq_len, vocab_size)
-    return _open_indexed(path, seq_len, vocab_size)
+        return _open_mds(path, place, cache, seq_len, vocab_size)
+    return _open_indexed(path, cache, seq_len, vocab_size)
+
+
+def fetch_index(remote: str, path: Path, split: str | None, limit: int | None) -> tuple[str, Path, Cache]:
+    """Fetch what says which shards there are; `locate` for data that is elsewhere."""
+    folder, url = (path / split, f"{remote.rstrip('/')}/{split}") if split else (path, remote.rstrip("/"))
+    store = Remote(url)
+    index, refusal = _read_optional(store, "index.json")
+    if index is not None:
+        cache = Cache(folder, store, limit)
+        _keep(cache, "index.json", index)
+        _keep(cache, "meta.json", _read_optional(store, "meta.json")[0])
+        _fetch_tokenizer(cache, url)
+        return "mds", folder, cache
+    parent, _, name = url.rpartition("/")
+    store = Remote(parent)
+    size = None
+    with suppress(Forbidden):
+        size = store.size(f"{name}.idx")
+    if size is None:
+        raise refusal or DataError(
+            f"{url} holds no index.json (MDS), and there is no {url}.idx (Megatron); check remote and split"
+        )
+    cache = Cache(path, store, limit)
+    file = ShardFile(f"{name}.idx", size, {})
+    cache.ensure(Wanted(file, file))
+    return "indexed", path / name, cache
+
+
+def _read_optional(store: Remote, name: str) -> tuple[bytes | None, Forbidden | None]:
+    """A small file that need not be there. A store that may not be listed says "forbidden" instead of "not found"."""
+    try:
+        return store.read(name), None
+    except Forbidden as refusal:
+        return None, refusal
+
+
+def _keep(cache: Cache, name: str, content: bytes | None) -> None:
+    """Put a small file of the remote into the cache, unless the cache belongs to other data."""
+    path = cache.folder / name
+    if content is None or (path.exists() and path.read_bytes() == content):
+        return
+    if path.exists():
+        raise DataError(
+            f"{path} is not that of {cache.remote.url}: the folder holds other data; set path to another one"
+        )
+    cache.put(name, content)
+
+
+def _fetch_tokenizer(cache: Cache, url: str) -> None:
+    """The tokenizer lies beside the splits, or in them."""
+    for place in (f"{url}/tokenizer", f"{url.rpartition('/')[0]}/tokenizer"):
+        store = Remote(place)
+        if (content := _read_optional(store, "tokenizer.json")[0]) is not None:
+            _keep(cache, "tokenizer/tokenizer.json", content)
+            _keep(cache, "tokenizer/tokenizer_config.json", _read_optional(store, "tokenizer_config.json")[0])
+            return
 
 
 def locate(path: Path, split: str | None) -> tuple[str, Path]:
@@ -223,41 +350,94 @@ def _with(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _open_mds(folder: Path, source: SourceConfig, seq_len: int, vocab_size: int | None) -> Dataset:
+def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None) -> Windows:
     infos = read_index(folder / "index.json")
     meta = read_meta(folder)
-    raw_type = source.token_encoding_type
+    raw_type = place.token_encoding_type
+    if cache is None and any(info.packed and not (folder / info.raw.basename).exists() for info in infos):
+        cache = Cache(
+            folder, Remote(str(folder)), place.cache_limit
+        )  # compressed shards are unpacked beside themselves
+    if cache is not None:
+        _check_limit(cache, max((info.raw.bytes for info in infos), default=0))
+
+    def wanted(number: int) -> Wanted:
+        info = infos[number]
+        return Wanted(info.raw, info.packed or info.raw, info.compression)
 
     def open_shard(number: int) -> MdsShard:
-        return MdsShard(folder / infos[number].raw.basename, infos[number], raw_type)
+        def opener(path: Path) -> MdsShard:
+            return MdsShard(path, infos[number], raw_type)
 
+        return cache.open(wanted(number), opener) if cache else opener(folder / infos[number].raw.basename)
+
+    def fetch_ahead(now: list[int], soon: list[int]) -> None:
+        if cache is not None:
+            cache.announce([wanted(i) for i in now], [wanted(i) for i in soon])
+
+    tokens = tokens_by_index(infos, raw_type) if cache else None
     if meta.shard_tokens is not None and len(meta.shard_tokens) == len(infos):
         tokens = list(meta.shard_tokens)
-    else:
-        tokens = [open_shard(i).tokens for i in range(len(infos))]
-    identity = [[s.raw.basename, s.raw.bytes, s.raw.hashes, t] for s, t in zip(infos, tokens, strict=True)]
-    names = [s.raw.basename for s in infos]
-    return Dataset(
-        "MDS", str(folder), names, tokens, open_shard, seq_len, identity, vocab_size, meta, _tokenizer_folder(folder)
-    )
+    if tokens is None:
+        fetch_ahead([], list(range(len(infos))))
+        try:
+            tokens = [open_shard(i).tokens for i in range(len(infos))]
+        except BaseException:
+            if cache is not None:
+                cache.close()
+            raise
+    return Windows(
+        "MDS", place.remote or str(folder), [info.raw.basename for info in infos], tokens, open_shard, seq_len,
+        vocab_size,
+        identity=[[s.raw.basename, s.raw.bytes, s.raw.hashes, t] for s, t in zip(infos, tokens, strict=True)],
+        block_tokens=sum(tokens) // max(1, len(tokens)),
+        meta=meta,
+        tokenizer_folder=_tokenizer_folder(folder),
+        fetch_ahead=fetch_ahead if cache else None,
+    )  # fmt: skip
 
 
-def _open_indexed(prefix: Path, seq_len: int, vocab_size: int | None) -> Dataset:
+def _open_indexed(prefix: Path, cache: Cache | None, seq_len: int, vocab_size: int | None) -> Windows:
     index = IndexFile(_with(prefix, ".idx"))
     bin_path = _with(prefix, ".bin")
-    found, expected = bin_path.stat().st_size, index.tokens * index.dtype.itemsize
+    found = cache.remote.size(bin_path.name) if cache else bin_path.stat().st_size
+    expected = index.tokens * index.dtype.itemsize
     if found != expected:
         raise DataError(f"{bin_path} has {found:,} bytes where its .idx says {expected:,}; copy or prepare it again")
+    if cache is not None:
+        _check_limit(cache, min(CHUNK_BYTES, expected))
+    chunk = CHUNK_BYTES // index.dtype.itemsize
+    sizes = [min(chunk, index.tokens - begin) for begin in range(0, index.tokens, chunk)] if cache else [index.tokens]
+
+    def wanted(number: int) -> Wanted:
+        part = ShardFile(f"{bin_path.name}.{number:06}", sizes[number] * index.dtype.itemsize, {})
+        return Wanted(part, ShardFile(bin_path.name, part.bytes, {}), begin=number * CHUNK_BYTES)
 
     def open_shard(number: int) -> FlatShard:
-        return FlatShard(bin_path, index.dtype, index.tokens)
+        def opener(path: Path) -> FlatShard:
+            return FlatShard(path, index.dtype, sizes[number])
 
-    identity = [prefix.name, index.dtype.name, index.tokens, len(index.lengths), len(index.documents)]
-    folder = prefix.parent
-    return Dataset(
-        "indexed", str(prefix), [bin_path.name], [index.tokens], open_shard, seq_len, identity, vocab_size,
-        read_meta(folder), _tokenizer_folder(folder), index,
+        return cache.open(wanted(number), opener) if cache else opener(bin_path)
+
+    def fetch_ahead(now: list[int], soon: list[int]) -> None:
+        if cache is not None:
+            cache.announce([wanted(i) for i in now], [wanted(i) for i in soon])
+
+    return Windows(
+        "indexed", f"{cache.remote.url}/{prefix.name}" if cache else str(prefix), [bin_path.name] * len(sizes), sizes,
+        open_shard, seq_len, vocab_size,
+        identity=[prefix.name, index.dtype.name, index.tokens, len(index.lengths), len(index.documents)],
+        block_tokens=min(chunk, index.tokens),
+        meta=read_meta(prefix.parent),
+        tokenizer_folder=_tokenizer_folder(prefix.parent),
+        index=index,
+        fetch_ahead=fetch_ahead if cache else None,
     )  # fmt: skip
+
+
+def _check_limit(cache: Cache, largest: int) -> None:
+    if cache.limit is not None and cache.limit < 2 * largest:
+        raise DataError(f"cache_limit {cache.limit:,} is too small: two shards of {largest:,} bytes must fit")
 
 
 def read_meta(folder: Path) -> Meta:

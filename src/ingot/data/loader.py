@@ -7,27 +7,14 @@ gathers from memory maps outruns any GPU; worker processes, the usual way, spend
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from ingot.data.dataset import Dataset
+
 ORDER_CHUNK = 4096  # positions computed at a time: the order is numpy, cheap by the thousand
-
-
-class TakesPositions(Protocol):
-    """An order: positions to sample ids."""
-
-    def take(self, positions: np.ndarray) -> np.ndarray: ...
-
-
-class GivesSamples(Protocol):
-    """A data set, or a mixture of several."""
-
-    def order(self, seed: int, shuffle: bool) -> TakesPositions: ...
-
-    def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: GivesSamples,
+        dataset: Dataset,
         batch_samples: int,
         *,
         seed: int,
@@ -59,7 +46,7 @@ class Loader:
         self.order = dataset.order(seed, shuffle)
         self._part = np.arange(low, high, dtype=np.int64)
 
-    def batches(self, start: int = 0) -> Iterator[Batch]:
+    def batches(self, start: int = 0) -> Generator[Batch, None, None]:
         """Global batches `start`, `start + 1`, ..., prepared by a thread that ends when the iterator does."""
         ahead = _Ahead(self._prepare(start), self.prefetch)
         try:
@@ -77,8 +64,9 @@ class Loader:
         chunk = max(1, ORDER_CHUNK // max(1, len(self._part)))
         while True:
             for ids in self.ids(start, chunk):
+                self.dataset.announce(self.order, start * self.batch_samples)
                 yield Batch(*self.dataset.gather(ids), ids)
-            start += chunk
+                start += 1
 
 
 class _Ahead:

@@ -21,6 +21,9 @@ COLUMN = "tokens"
 DTYPE_OF_CODE = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64"
 }  # fmt: skip
+HEADER_KEYS = (
+    "column_encodings", "column_names", "column_sizes", "compression", "format", "hashes", "size_limit", "version"
+)  # fmt: skip
 INTEGERS = frozenset(DTYPE_OF_CODE.values())
 
 
@@ -44,6 +47,7 @@ class MdsShardInfo:
     encoding: str  # of the tokens column
     sizes: tuple[int | None, ...]  # bytes of each column, None where it varies
     column: int  # which of them holds the tokens
+    header: int  # bytes before the first sample, as Streaming's writer has it
 
 
 def read_index(path: Path) -> list[MdsShardInfo]:
@@ -66,7 +70,9 @@ def _shard_info(entry: dict[str, Any], path: Path) -> MdsShardInfo:
     if "pkl" in encodings:
         raise DataError(f"{path} has a pickled column, which could run code when read; write it with another encoding")
     if COLUMN not in names:
-        raise DataError(f"{path} has no column '{COLUMN}' but {', '.join(names)}; turn text into tokens by preparing it")
+        raise DataError(
+            f"{path} has no column '{COLUMN}' but {', '.join(names)}; turn text into tokens by preparing it"
+        )
     column = names.index(COLUMN)
     packed = _shard_file(entry["zip_data"], path) if entry.get("zip_data") else None
     compression = entry["compression"].split(":")[0] if packed else None
@@ -75,34 +81,54 @@ def _shard_info(entry: dict[str, Any], path: Path) -> MdsShardInfo:
         raise ValueError("columns or samples do not add up")
     sizes = tuple(None if size is None else int(size) for size in entry["column_sizes"])
     raw = _shard_file(entry["raw_data"], path)
-    return MdsShardInfo(raw, packed, compression, samples, str(encodings[column]), sizes, column)
+    described = {key: entry[key] for key in HEADER_KEYS if key in entry}
+    header = 4 * (samples + 2) + len(json.dumps(described, sort_keys=True))
+    return MdsShardInfo(raw, packed, compression, samples, str(encodings[column]), sizes, column, header)
 
 
 def _shard_file(entry: dict[str, Any], path: Path) -> ShardFile:
     name = entry["basename"]
-    pure = PurePosixPath(name)
-    if not name or pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name or name.startswith(".ingot"):
+    parts = PurePosixPath(name).parts
+    if not parts or parts[0] in ("/", "//", ".ingot") or ".." in parts or set(name) & {"\\", "\0"}:
         raise DataError(f"{path} names the shard '{name}', which lies outside its own folder; do not trust this data")
     return ShardFile(name, int(entry["bytes"]), {str(k): str(v) for k, v in (entry.get("hashes") or {}).items()})
 
 
-def static_tokens(info: MdsShardInfo, raw_type: str) -> int | None:
-    """Tokens in a shard by its index entry alone, where the tokens column has a fixed size."""
-    size = info.sizes[info.column]
-    if size is None:
+def tokens_by_index(infos: list[MdsShardInfo], raw_type: str) -> list[int] | None:
+    """Tokens in each shard by the index alone, without reading any: exact where the column has a fixed size, and
+    otherwise a deduction from the sizes, if all samples seem to have one length. None: only reading will tell."""
+    lengths = [_sample_length(info, raw_type) for info in infos if info.samples]
+    if None in lengths or len(set(lengths[:-1])) > 1:
         return None
-    return info.samples * (size // _static_dtype(info.encoding, raw_type, info.raw.basename).itemsize)
+    return [info.samples * (_sample_length(info, raw_type) or 0) for info in infos]
+
+
+def _sample_length(info: MdsShardInfo, raw_type: str) -> int | None:
+    size = info.sizes[info.column]
+    if size is not None:
+        return size // _static_dtype(info.encoding, raw_type, info.raw.basename).itemsize
+    name, _, rest = info.encoding.partition(":")
+    if len(info.sizes) > 1 or not info.samples or (name == "ndarray" and not rest):
+        return None
+    each, odd = divmod(info.raw.bytes - info.header, info.samples)
+    dtype = _static_dtype(info.encoding, raw_type, info.raw.basename)
+    for power in range(4):  # the length of an array is stored in 1, 2, 4 or 8 bytes
+        head = 4 + (1 + (1 << power) if name == "ndarray" else 0)
+        length, rest_bytes = divmod(each - head, dtype.itemsize)
+        if odd == rest_bytes == 0 and length > 0 and (name != "ndarray" or length.bit_length() <= 8 << power):
+            return length
+    return None
 
 
 class MdsShard:
     """The tokens of one shard, over one memory map."""
 
     def __init__(self, path: Path, info: MdsShardInfo, raw_type: str = "int64"):
+        n = info.samples
+        header = 4 * (n + 2)
         self.path = path
         self._map = map_file(path, info.raw.bytes)
         data = np.frombuffer(self._map, np.uint8)
-        n = info.samples
-        header = 4 * (n + 2)
         if len(data) < header or int(data[:4].view("<u4")[0]) != n:
             raise DataError(f"{path} does not begin as an MDS shard of {n} samples; prepare or copy the data again")
         offsets = data[4:header].view("<u4").astype(np.int64)  # [n+1]
@@ -141,7 +167,9 @@ class MdsShard:
         done = 0
         while done < len(out):
             if self._heads is not None and self._heads[row].tobytes() != self._head:
-                raise DataError(f"{self.path}: sample {row} is not encoded as the samples before it; the shard is damaged")
+                raise DataError(
+                    f"{self.path}: sample {row} is not encoded as the samples before it; the shard is damaged"
+                )
             taken = min(self.length - column, len(out) - done)
             out[done : done + taken] = self._rows[row, column : column + taken]
             done, row, column = done + taken, row + 1, 0
@@ -164,6 +192,8 @@ def map_file(path: Path, size: int) -> mmap.mmap:
             found = path.stat().st_size
             if found != size:
                 raise DataError(f"{path} has {found:,} bytes where its index says {size:,}; copy or prepare it again")
+            if size == 0:
+                raise DataError(f"{path} is empty; copy or prepare the data again")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; copy or prepare the data again") from None

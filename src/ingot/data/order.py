@@ -43,35 +43,32 @@ class Order:
             return place
         window = self._window_of(place)
         first, size = self._window_span(window)  # first block, samples
-        key = mix(mix(np.array(self.seed, np.int64).astype(U64)) + epoch.astype(U64))
+        key = self._key(epoch)
         window_key = mix(key + window.astype(U64) + U64(1))
         inside = permute(place - first * self.block, size, window_key)
         slot, offset = np.divmod(inside, self.block)
-        slot += first
-        if self.blocks == 0:
-            return offset
-        whole = np.minimum(slot, self.blocks - 1)
-        block = permute(whole, np.full_like(whole, self.blocks), mix(key))
-        return np.where(slot < self.blocks, block, self.blocks) * self.block + offset
+        return self._block_at(first + slot, key) * self.block + offset
 
-    def spans_of_window(self, position: int, ahead: int = 0) -> tuple[list[tuple[int, int]], int]:
-        """The ids (first, last+1) of each block in the window `ahead` windows after that of a position, in an
-        unspecified order, and the position where that window ends. What to fetch, before it is needed."""
-        for _ in range(ahead):
-            position = self.spans_of_window(position)[1]
+    def window_at(self, position: int) -> tuple[list[tuple[int, int]], int]:
+        """The ids (first, last + 1) of each block in the window of a position, and the position where that window
+        ends: what to fetch, before it is needed."""
         epoch, place = divmod(position, self.n)
-        window = self._window_of(np.array([place]))
-        first, size = (int(x[0]) for x in self._window_span(window))
-        slots = np.arange(first, first + math.ceil(size / self.block), dtype=np.int64)
-        blocks = slots
-        if self.shuffle and self.blocks:
-            key = mix(mix(np.array(self.seed, np.int64).astype(U64)) + np.full_like(slots, epoch).astype(U64))
-            whole = np.minimum(slots, self.blocks - 1)
-            blocks = np.where(
-                slots < self.blocks, permute(whole, np.full_like(whole, self.blocks), mix(key)), self.blocks
-            )
+        first, size = (int(x[0]) for x in self._window_span(self._window_of(np.array([place]))))
+        blocks = np.arange(first, first + math.ceil(size / self.block), dtype=np.int64)
+        if self.shuffle:
+            blocks = self._block_at(blocks, self._key(np.array([epoch])))
         spans = [(b * self.block, min((b + 1) * self.block, self.n)) for b in blocks.tolist()]
         return spans, epoch * self.n + first * self.block + size
+
+    def _key(self, epoch: np.ndarray) -> np.ndarray:
+        return mix(mix(np.array(self.seed, np.int64).astype(U64)) + epoch.astype(U64))
+
+    def _block_at(self, slot: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Which block stands at each slot of the permuted sequence; the tail stays last."""
+        if self.blocks == 0:
+            return slot
+        whole = np.minimum(slot, self.blocks - 1)
+        return np.where(slot < self.blocks, permute(whole, np.array(self.blocks), mix(key)), self.blocks)
 
     def _window_of(self, place: np.ndarray) -> np.ndarray:
         if self.blocks == 0:
@@ -98,7 +95,7 @@ def permute(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """The image of each x in [0, n) under the permutation of [0, n) that its key names."""
     shape = np.shape(x)
     x, n = np.ravel(x).astype(U64), np.ravel(np.broadcast_to(n, shape)).astype(U64)
-    key = np.ravel(np.broadcast_to(key, shape if np.size(key) > 1 else (x.size,)))
+    key = np.broadcast_to(np.ravel(key), x.shape)
     a = np.ceil(np.sqrt(n.astype(np.float64))).astype(U64)
     b = (n + a - U64(1)) // a  # a*b >= n > a*b - a: a value falls outside with a chance of about 1/sqrt(n)
     y = _feistel(x, a, b, key)

@@ -49,7 +49,7 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray | None:
         """Bytes of text that each token stands for, int32 [vocab_size]; None where tokens do not map to bytes."""
         spec = json.loads(self.backend.to_str())
-        if not _is_byte_level(spec):
+        if not is_byte_level(spec):
             return None
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         for token, index in self.backend.get_vocab(with_added_tokens=False).items():
@@ -155,7 +155,7 @@ def _from_hub(name: str) -> Tokenizer:
     return _from_json_file(file)
 
 
-def _is_byte_level(spec: dict[str, Any]) -> bool:
+def is_byte_level(spec: dict[str, Any]) -> bool:
     """Whether a tokenizer.json describes byte-level BPE: every text is spelled by bytes, nothing is normalized away."""
 
     def kinds(part: dict[str, Any] | None) -> list[str]:

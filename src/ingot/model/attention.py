@@ -55,7 +55,7 @@ def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:
 
 
 def causal_bias(slopes: Tensor | None, new: int, total: int, device: torch.device) -> Tensor:
-    """What is added to the scores of the last `new` of `total` tokens: ALiBi where there is one, -inf for the future."""
+    """Added to the scores of the last `new` of `total` tokens: ALiBi where there is one, -inf for the future."""
     query = torch.arange(total - new, total, device=device)[:, None]
     key = torch.arange(total, device=device)[None, :]
     distance = (key - query).float()  # [T, S], zero or less where visible

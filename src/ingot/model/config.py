@@ -25,9 +25,9 @@ class ModelConfig(Section):
 
     family: Literal["mpt", "mosaic_gpt", "gpt3", "neox", "llama"] = "mpt"
     """The preset that fills every field not given here."""
-    d_model: int = Field(2048, gt=0)
+    d_model: int = Field(2048, gt=0, le=1_000_000)
     """Width of the residual stream."""
-    n_heads: int = Field(16, gt=0)
+    n_heads: int = Field(16, gt=0, le=1_000_000)
     """Attention heads; must divide d_model unless head_dim is given."""
     n_layers: int = Field(24, gt=0)
     """Transformer blocks."""
@@ -103,7 +103,9 @@ class ModelConfig(Section):
         if self.n_heads % self.kv_heads:
             raise impossible("n_kv_heads", f"{self.kv_heads} does not divide n_heads {self.n_heads}")
         if self.ffn_hidden_size is None and not float(self.expansion_ratio * self.d_model).is_integer():
-            raise impossible("expansion_ratio", f"{self.expansion_ratio} x d_model {self.d_model} is not a whole number")
+            raise impossible(
+                "expansion_ratio", f"{self.expansion_ratio} x d_model {self.d_model} is not a whole number"
+            )
         if self.positions == "rotary" and self.rotary_dim % 2:
             raise impossible("rotary_pct", f"rotates {self.rotary_dim} of {self.head_width} dimensions; must be even")
         return self

@@ -1,4 +1,4 @@
-"""A run on the screen: a live bar with ETA on a terminal, plain lines otherwise. Everything also goes to logs/train.log."""
+"""A run on the screen: a live bar with ETA on a terminal, plain lines otherwise; logs/train.log gets all of it too."""
 
 import time
 from datetime import datetime, timedelta
@@ -56,7 +56,9 @@ class Console:
         line = f"[batch={batch}/{self.total}] {figures} | ETA {eta}"
         evaluated = "metrics/eval/LanguageCrossEntropy" in row
         if self.bar is not None:
-            self.bar.update(self.task, completed=batch, description=f"batch {batch}/{self.total}", figures=figures, eta=eta)
+            self.bar.update(
+                self.task, completed=batch, description=f"batch {batch}/{self.total}", figures=figures, eta=eta
+            )
             if evaluated:
                 self.bar.console.print(f"[batch={batch}/{self.total}] {_evaluation(row)}", markup=False)
         else:

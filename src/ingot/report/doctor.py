@@ -27,7 +27,9 @@ def examine(folder: str = ".") -> list[Finding]:
     findings = [_python(), *_torch(), _disk(folder)]
     for extra, module in EXTRAS.items():
         if find_spec(module) is None:
-            findings.append(Finding(f"extra {extra}", "warn", f"{module} is not installed", f"pip install 'ingot[{extra}]'"))
+            findings.append(
+                Finding(f"extra {extra}", "warn", f"{module} is not installed", f"pip install 'ingot[{extra}]'")
+            )
         else:
             findings.append(Finding(f"extra {extra}", "ok", f"{module} {metadata.version(module)}"))
     return findings
@@ -53,7 +55,9 @@ def _torch() -> list[Finding]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory = properties.total_memory / 2**30
-            findings.append(Finding(f"GPU {index}", "ok", f"{properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}"))
+            findings.append(
+                Finding(f"GPU {index}", "ok", f"{properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}")
+            )
     elif shutil.which("nvidia-smi"):
         findings.append(
             Finding("GPU", "fail", "the driver is there, but this torch cannot use it",
@@ -61,7 +65,9 @@ def _torch() -> list[Finding]:
         )  # fmt: skip
     else:
         threads = torch.get_num_threads()
-        findings.append(Finding("GPU", "warn", f"none; runs use the CPU with {threads} threads", "use a machine with a GPU"))
+        findings.append(
+            Finding("GPU", "warn", f"none; runs use the CPU with {threads} threads", "use a machine with a GPU")
+        )
     findings.append(_attention(torch.cuda.is_available()))
     findings.append(_compiler())
     return findings
@@ -98,4 +104,6 @@ def _disk(folder: str) -> Finding:
     except OSError as error:
         return Finding("disk", "fail", f"{path} cannot be written: {error.strerror}", "run from a folder that you own")
     free = shutil.disk_usage(path).free / 1e9
-    return Finding("disk", "ok" if free > 5 else "warn", f"{free:.0f} GB free here", "" if free > 5 else "free some space")
+    return Finding(
+        "disk", "ok" if free > 5 else "warn", f"{free:.0f} GB free here", "" if free > 5 else "free some space"
+    )

@@ -1,12 +1,15 @@
 """A run with everything that listens to it: the `train` of the command line and of the Python API."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ingot.report.console import Console
 from ingot.report.metrics_file import MetricsFile
 from ingot.report.tensorboard import TensorBoard
 from ingot.train.config import RunConfig
 from ingot.train.events import Reporter, Row
+
+if TYPE_CHECKING:
+    from ingot.train.trainer import Result
 
 
 class Reporters:
@@ -42,8 +45,8 @@ class Reporters:
             listener.end()
 
 
-def train(config: RunConfig, fresh: bool = False) -> Any:
-    """Train a run to its end, continuing it if its folder holds a checkpoint; gives a `Result`."""
+def train(config: RunConfig, fresh: bool = False) -> "Result":
+    """Train a run to its end, continuing it if its folder holds a checkpoint."""
     listeners: list[Reporter] = [MetricsFile(config.run_folder)]
     if config.loggers.tensorboard is not None:
         listeners.append(TensorBoard(config.loggers.tensorboard, config.run_folder))

@@ -48,7 +48,7 @@ class Optimizer:
 
     def __init__(self, config: OptimizerConfig, model: GPT):
         self.config = config
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self.parts: dict[str, torch.optim.Optimizer] = {}
         hidden = set(dict(model.named_matrices()).values()) if config.name == "muon" else set()
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
@@ -119,7 +119,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     return norm
 
 
-def _decay_groups(parameters: list[nn.Parameter], decay: float) -> list[dict]:
+def _decay_groups(parameters: list[Tensor], decay: float) -> list[dict]:
     """Matrices and embeddings are decayed; biases and norms are not."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]

@@ -1,6 +1,6 @@
 """The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued.
 
-    config.yaml  metrics.jsonl  checkpoints/STEP/  tokenizer/  logs/  tensorboard/
+config.yaml  metrics.jsonl  checkpoints/STEP/  tokenizer/  logs/  tensorboard/
 """
 
 import json

@@ -35,7 +35,9 @@ def lr_multiplier(config: SchedulerConfig, clock: Clock, batch: int) -> float:
 
 
 def _progress(batch: float, start: float, end: float) -> float:
-    return min(1.0, (batch - start) / (end - start)) if end > start else 1.0
+    if end <= start:
+        return 1.0
+    return min(1.0, max(0.0, (batch - start) / (end - start)))
 
 
 def _cosine(progress: float) -> float:

@@ -41,7 +41,9 @@ class TrainStep:
         tokens = max(1, int(np.count_nonzero(batch.labels != IGNORE)))
         total = torch.zeros((), device=self.device)
         for start in range(0, len(batch.tokens), self.micro):
-            inputs, labels = (to_device(a[start : start + self.micro], self.device) for a in (batch.tokens, batch.labels))
+            inputs, labels = (
+                to_device(a[start : start + self.micro], self.device) for a in (batch.tokens, batch.labels)
+            )
             with autocast(self.config.precision, self.device):
                 loss = self.model(inputs, labels) / tokens
             self.scaler.scale(loss).backward()

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import ingot
 from ingot.checkpoint.load import fill_model, open_weights
 from ingot.checkpoint.store import (
     MODEL,
@@ -46,6 +45,7 @@ from ingot.train.optimizer import Optimizer
 from ingot.train.run_folder import TOKENIZER, changed_keys, check_disk_space, open_run_folder, write_config
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
+from ingot.version import __version__
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class Trainer:
             open_dataset(config.data.eval, config.max_seq_len, config.model.vocab_size) if config.data.eval else None
         )
         self.tokenizer = _find_tokenizer(config, self.data)
-        self.clock = Clock(
-            config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration
-        )
+        self.clock = Clock(config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration)
         self.total = self.clock.total_batches
         self.batch = 0
         self.train_seconds = 0.0
@@ -103,6 +101,8 @@ class Trainer:
         self.optimizer = Optimizer(config.optimizer, self.model)
         micro, why = choose_microbatch(config, self.model, self.device)
         reporter.note(f"microbatch {micro} of a global batch of {config.global_train_batch_size}: {why}")
+        self.flops = flops_per_token(config.model, config.max_seq_len)
+        self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
         self.peak, source = peak_flops(self.device, config.precision)
         reporter.note(f"peak {self.peak / 1e12:.3g} TFLOP/s for utilisation ({source})")
         compiled = config.compile is True or (config.compile == "auto" and self.device.type == "cuda")
@@ -198,8 +198,6 @@ class Trainer:
         self.train_seconds += elapsed
         rate = batches / elapsed
         samples, tokens = self.config.global_train_batch_size, self._batch_tokens
-        flops = flops_per_token(self.config.model, self.config.max_seq_len)
-        causal = flops_per_token(self.config.model, self.config.max_seq_len, causal=True)
         row = self._position() | {
             "loss/train/total": loss,
             "metrics/train/LanguageCrossEntropy": loss,
@@ -210,8 +208,8 @@ class Trainer:
             "throughput/samples_per_sec": rate * samples,
             "throughput/tokens_per_sec": rate * tokens,
             "throughput/device/tokens_per_sec": rate * tokens,
-            "throughput/device/mfu": rate * tokens * flops / self.peak,
-            "throughput/device/mfu_causal": rate * tokens * causal / self.peak,
+            "throughput/device/mfu": rate * tokens * self.flops / self.peak,
+            "throughput/device/mfu_causal": rate * tokens * self.causal_flops / self.peak,
             "time/data": waited / elapsed,
             "time/train": self.train_seconds / 3600,
             "time/remaining_estimate": (self.total - self.batch) / rate / 3600,
@@ -243,7 +241,7 @@ class Trainer:
         return bool(every) and self.batch % every == 0
 
     def _save(self, final: bool) -> None:
-        tensors = {
+        tensors: dict[str, dict[str, torch.Tensor]] = {
             MODEL: dict(self.model.named_parameters()),
             OPTIMIZER: self.optimizer.state_tensors(),
             RNG: rng_tensors(),
@@ -254,7 +252,7 @@ class Trainer:
             "train_seconds": self.train_seconds,
             "scaler": self.step.scaler.state_dict(),
             "data": self.data.fingerprint(),
-            "versions": {"ingot": ingot.__version__, "torch": torch.__version__},
+            "versions": {"ingot": __version__, "torch": torch.__version__},
         }
         try:
             state["reporter"] = self.reporter.state()
@@ -283,7 +281,8 @@ class Trainer:
             self.reporter.note(f"since the checkpoint, {text}")
         if manifest.state.get("data") != self.data.fingerprint():
             raise DataError(
-                f"the training data is not what {manifest.folder} was trained on; put it back, or start over with --fresh"
+                f"the training data is not what {manifest.folder} was trained on; put it back, or start over with "
+                "--fresh"
             )
         fill_model(self.model, CheckpointTensors(manifest), str(manifest.folder))
         self.optimizer.load_state_tensors(load_tensors(manifest, OPTIMIZER))

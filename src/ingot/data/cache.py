@@ -1,0 +1,507 @@
+"""Shards from elsewhere: fetched ahead of use, verified, kept in a folder that any number of processes may share.
+
+Processes agree through files alone. A shard is written to `.ingot/NAME.part` in the cache folder, and whoever holds the
+lock on that file fetches it; the kernel drops the lock with its process, so a dead owner never blocks anyone, and what
+it left is swept up by the next start. When size and hash are right, the file is renamed to its place. `.ingot/NAME.own`
+remembers that it is ours: only such files are ever evicted. The usual way, states in shared memory, survives a SIGKILL
+in the wrong state and then blocks the next run.
+
+Compressed shards of a local data set go the same way, from the folder into itself.
+"""
+
+import atexit
+import bz2
+import fcntl
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+from urllib.parse import quote
+
+import xxhash
+import zstandard
+
+from ingot.data.mds import ShardFile
+from ingot.errors import DataError, DiskError, IngotError
+
+THREADS = 8  # downloads at a time
+CHUNK = 1 << 22
+READ_TIMEOUT = "30s"  # of silence; the total time of a request is not limited, since shards may be large
+RETRIES = 8
+BACKOFF_SECONDS = (0.25, 20.0)  # first and longest pause; the actual one is a random part of it
+OPEN_ATTEMPTS = 20
+POLL_SECONDS = 0.02  # how often to look whether another process has finished
+
+T = TypeVar("T")
+
+DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+    "zstd": lambda file: zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True),
+    "gz": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    "bz2": lambda file: bz2.BZ2File(file),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A file that must lie in the cache, and what it is made from."""
+
+    target: ShardFile
+    source: ShardFile  # the target itself, or its compressed form
+    compression: str | None = None
+    begin: int | None = None  # the target is the part of the source from this byte on
+
+
+class NotThere(Exception):
+    """The remote has no such file."""
+
+
+class Forbidden(DataError):
+    """The remote refuses; some do so for files that do not exist."""
+
+
+class _Again(Exception):
+    """A failure that may not happen a second time."""
+
+
+class Remote:
+    """A folder, or an object store by URL (s3://, gs://, az://, http://, https://)."""
+
+    def __init__(self, url: str, retries: int = RETRIES, backoff: tuple[float, float] = BACKOFF_SECONDS):
+        self.url = url.rstrip("/")
+        self._folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
+        self._store: Any = None if self._folder else _open_store(self.url)
+        self._retries, self._backoff = (1 if self._folder else retries), backoff
+
+    def read(self, name: str) -> bytes | None:
+        """A small file, whole; None if it is not there."""
+        try:
+            return self.retry(name, lambda: b"".join(self.stream(name)))
+        except NotThere:
+            return None
+
+    def stream(self, name: str, begin: int | None = None, count: int = 0) -> Iterator[bytes]:
+        """The bytes of a file, or of its part, in chunks. Failures worth a second try raise _Again."""
+        if self._folder is not None:
+            yield from self._stream_file(self._folder / name, begin, count)
+            return
+        import obstore
+
+        options: Any = None if begin is None else {"range": (begin, begin + count)}
+        opened = self._answer(name, lambda: obstore.get(self._store, name, options=options))
+        chunks = iter(opened.stream(min_chunk_size=CHUNK))
+        while chunk := self._answer(name, lambda: next(chunks, b"")):
+            yield chunk
+
+    def _stream_file(self, path: Path, begin: int | None, count: int) -> Iterator[bytes]:
+        try:
+            with path.open("rb") as file:
+                file.seek(begin or 0)
+                left = count if begin is not None else path.stat().st_size
+                while left > 0 and (chunk := file.read(min(CHUNK, left))):
+                    left -= len(chunk)
+                    yield chunk
+        except FileNotFoundError:
+            raise NotThere(path.name) from None
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is not there."""
+        if self._folder is not None:
+            path = self._folder / name
+            return path.stat().st_size if path.is_file() else None
+        import obstore
+
+        try:
+            return self.retry(name, lambda: self._answer(name, lambda: int(obstore.head(self._store, name)["size"])))
+        except NotThere:
+            return None
+
+    def _answer(self, name: str, action: Callable[[], T]) -> T:
+        """What a store answers, its failures sorted into hopeless ones and those worth a second try."""
+        from obstore import exceptions as obs
+
+        try:
+            return action()
+        except (obs.NotFoundError, FileNotFoundError):
+            raise NotThere(name) from None
+        except (obs.PermissionDeniedError, obs.UnauthenticatedError) as error:
+            raise Forbidden(
+                f"{self.url}/{name} is forbidden: {_first_line(error)}; check the credentials in the environment"
+            ) from None
+        except (obs.BaseError, OSError) as error:
+            raise _Again(_first_line(error)) from None
+
+    def retry(self, name: str, action: Callable[[], T], stop: threading.Event | None = None) -> T:
+        """Do it until it works, with growing random pauses: many clients that failed together must not return so."""
+        first, longest = self._backoff
+        for attempt in range(self._retries + 1):
+            try:
+                return action()
+            except _Again as error:
+                reason = str(error)
+            pause = random.uniform(0, min(longest, first * 2**attempt))
+            if attempt < self._retries and (stop or threading.Event()).wait(pause):
+                break
+        raise DataError(f"{self.url}/{name} could not be fetched in {attempt + 1} attempts: {reason}")
+
+
+class Cache:
+    """A folder with files of a remote, fetched when asked for or announced."""
+
+    def __init__(self, folder: Path, remote: Remote, limit: int | None = None, threads: int = THREADS):
+        self.folder, self.remote, self.limit = folder, remote, limit
+        self._state = folder / ".ingot"
+        self._threads = threads
+        self._changed = threading.Condition()
+        self._queue: deque[Wanted] = deque()
+        self._keep: frozenset[str] = frozenset()  # names that announced reading still needs
+        self._running = 0
+        self._closed = threading.Event()
+        try:
+            self._state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep unpacked or fetched shards in {folder}: {error.strerror}; set path to a folder that can "
+                "be written, and remote to where the data is"
+            ) from None
+        self._sweep()
+        atexit.register(_close_if_alive, weakref.ref(self))
+
+    def ensure(self, wanted: Wanted) -> Path:
+        """The path of a file, which is fetched first if it is not there."""
+        path = self.folder / wanted.target.basename
+        while not self._try(wanted, path, may_evict_kept=True):
+            if self._closed.wait(POLL_SECONDS):  # another thread or process is at it
+                raise DataError(f"{path} was being fetched when the cache was closed")
+        return path
+
+    def open(self, wanted: Wanted, opener: Callable[[Path], T]) -> T:
+        """What `opener` makes of a file, which is fetched first if it is not there."""
+        for _ in range(OPEN_ATTEMPTS):
+            path = self.ensure(wanted)
+            try:
+                return opener(path)
+            except DataError:
+                if path.exists():
+                    raise  # else evicted by another process right after we had it
+        raise DataError(f"{path} is evicted as soon as it is fetched; raise cache_limit")
+
+    def announce(self, now: list[Wanted], soon: list[Wanted]) -> None:
+        """Fetch what reading needs now and soon, in this order, in the background; what is needed now stays."""
+        with self._changed:
+            self._keep = frozenset(w.target.basename for w in now)
+            self._queue = deque(w for w in (*now, *soon) if not (self.folder / w.target.basename).exists())
+            while self._running < min(self._threads, len(self._queue)) and not self._closed.is_set():
+                self._running += 1
+                threading.Thread(target=self._work, name="ingot-fetch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop fetching; files in the making are removed."""
+        self._closed.set()
+        with self._changed:
+            self._queue.clear()
+            self._changed.wait_for(lambda: not self._running, timeout=5)  # a stuck connection must not hold an exit
+
+    def _work(self) -> None:
+        try:
+            while not self._closed.is_set():
+                with self._changed:
+                    if not self._queue:
+                        return
+                    wanted = self._queue.popleft()
+                # A failure here is not reported: whoever needs the file meets it again, and reports it.
+                try:
+                    self._try(wanted, self.folder / wanted.target.basename, may_evict_kept=False)
+                except IngotError:
+                    continue
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _try(self, wanted: Wanted, path: Path, may_evict_kept: bool) -> bool:
+        """Is the file there, or could it be fetched now? False: someone else is at it, or there is no room."""
+        name = wanted.target.basename
+        try:
+            if path.exists():
+                with suppress(FileNotFoundError):
+                    os.utime(self._own(name))  # the time of last use
+                return True
+            part = self._part(name)
+            with _open_locked(part) as file:
+                if file is None:
+                    return False
+                try:
+                    if path.exists():  # finished by another between the look and the lock
+                        part.unlink()
+                        return True
+                    if not self._make_room(file, wanted.target.bytes, may_evict_kept):
+                        part.unlink()
+                        return False
+                    self.remote.retry(wanted.source.basename, lambda: self._fetch(wanted, file), self._closed)
+                    self._commit(file, part, path, own=self._own(name))
+                except BaseException:
+                    part.unlink(missing_ok=True)
+                    raise
+            return True
+        except NotThere:
+            raise DataError(
+                f"{self.remote.url}/{wanted.source.basename} does not exist, though the index names it; copy it again"
+            ) from None
+        except OSError as error:
+            raise _disk_error(path, error) from None
+
+    def _commit(self, file: IO[bytes], part: Path, path: Path, own: Path | None = None) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        if own is not None:  # before the rename, or a kill in between would leave a file that is never evicted
+            made = os.fstat(file.fileno())
+            mark = {"inode": made.st_ino, "mtime": made.st_mtime_ns, "bytes": made.st_size}
+            name = path.relative_to(self.folder).as_posix()
+            own.write_text(json.dumps({"name": name, **mark}))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(path)
+
+    def put(self, name: str, content: bytes) -> Path:
+        """Write a small file, such as an index, that belongs to the data and is never evicted."""
+        path, part = self.folder / name, self._part(name)
+        try:
+            while True:
+                with _open_locked(part) as file:
+                    if file is not None:
+                        file.truncate(0)
+                        file.write(content)
+                        self._commit(file, part, path)
+                        return path
+                self._closed.wait(POLL_SECONDS)
+        except OSError as error:
+            raise _disk_error(path, error) from None
+
+    def _fetch(self, wanted: Wanted, file: IO[bytes]) -> None:
+        """One attempt: stream, unpack, and compare with what the index promises."""
+        source, target = wanted.source, wanted.target
+        file.seek(0)
+        packed, raw = _Digests(source.hashes), _Digests(target.hashes if wanted.compression else {})
+        begin, count = wanted.begin, target.bytes
+        chunks = self._checked(packed, self.remote.stream(source.basename, begin, count), source.bytes)
+        if wanted.compression:
+            if wanted.compression not in DECOMPRESSORS:
+                known = ", ".join(DECOMPRESSORS)
+                raise DataError(f"{source.basename} is compressed with '{wanted.compression}'; only {known} are read")
+            chunks = _unpack(wanted.compression, chunks)
+        written = 0
+        for chunk in chunks:
+            written += len(chunk)
+            if written > target.bytes:
+                raise _Again(f"it has more than the {target.bytes:,} bytes of the index")
+            file.write(chunk)
+            raw.update(chunk)
+        if written != target.bytes:
+            raise _Again(f"it has {written:,} bytes where the index says {target.bytes:,}")
+        raw.check()
+
+    def _checked(self, digests: "_Digests", chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
+        seen = 0
+        for chunk in chunks:
+            if self._closed.is_set():
+                raise DataError("the cache was closed during a download")
+            seen += len(chunk)
+            digests.update(chunk)
+            yield chunk
+        if seen != size:
+            raise _Again(f"{seen:,} bytes came where the index says {size:,}")
+        digests.check()
+
+    def _make_room(self, file: IO[bytes], need: int, may_evict_kept: bool) -> bool:
+        """Evict what was used longest ago, of our own files only, until this file fits within the limit too."""
+        with (self._state / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            file.truncate(need)  # a part has its full size from the start, so that others count it
+            if self.limit is None:
+                return True
+            ours: list[tuple[float, int, Path, Path]] = []
+            room = self.limit
+            for own in self._state.glob("*.own"):
+                path, size = self._owned(own)
+                with suppress(FileNotFoundError):  # others may be at work, but only this lock's holder evicts
+                    if path is not None:
+                        ours.append((own.stat().st_mtime, size, path, own))
+                        room -= size
+            for part in self._state.glob("*.part"):
+                with suppress(FileNotFoundError):
+                    room -= part.stat().st_size
+            for _, size, path, own in sorted(ours):
+                if room >= 0:
+                    break
+                if may_evict_kept or path.relative_to(self.folder).as_posix() not in self._keep:
+                    path.unlink(missing_ok=True)
+                    own.unlink(missing_ok=True)
+                    room += size
+            return room >= 0 or may_evict_kept
+
+    def _owned(self, own: Path) -> tuple[Path | None, int]:
+        """The file that a mark stands for, if it is still the one that we wrote."""
+        with suppress(OSError, ValueError, KeyError):
+            mark = json.loads(own.read_bytes())
+            path = self.folder / mark["name"]
+            found = path.stat()
+            if (found.st_ino, found.st_mtime_ns) == (mark["inode"], mark["mtime"]):
+                return path, mark["bytes"]
+        return None, 0
+
+    def _own(self, name: str) -> Path:
+        return self._state / f"{quote(name, safe='')}.own"
+
+    def _part(self, name: str) -> Path:
+        return self._state / f"{quote(name, safe='')}.part"
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left: parts that no living process holds, marks without their file."""
+        for part in self._state.glob("*.part"):
+            with _open_locked(part, create=False) as file:
+                if file is not None:
+                    part.unlink()
+        for own in self._state.glob("*.own"):
+            # In this order: while a part exists its mark may be half written.
+            if not own.with_suffix(".part").exists() and self._owned(own)[0] is None:
+                own.unlink(missing_ok=True)
+
+
+def _close_if_alive(reference: "weakref.ref[Cache]") -> None:
+    if cache := reference():
+        cache.close()
+
+
+@contextmanager
+def _open_locked(part: Path, create: bool = True) -> Iterator[IO[bytes] | None]:
+    """The file if its lock could be had, else None. The lock ends with the file, or with the process."""
+    try:
+        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+    except FileNotFoundError:
+        if create:
+            raise
+        yield None
+        return
+    with os.fdopen(descriptor, "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(descriptor), part.stat())  # else renamed or removed before our lock
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        yield file if mine else None
+
+
+class _Digests:
+    """Running hashes of bytes that pass, to be compared with expected ones."""
+
+    def __init__(self, expected: dict[str, str]):
+        self._expected = expected
+        self._running = {name: _new_hash(name) for name in expected}
+
+    def update(self, chunk: bytes) -> None:
+        for digest in self._running.values():
+            digest.update(chunk)
+
+    def check(self) -> None:
+        for name, digest in self._running.items():
+            if digest.hexdigest() != self._expected[name]:
+                raise _Again(f"its {name} is {digest.hexdigest()} where the index says {self._expected[name]}")
+
+
+def verify_file(path: Path, file: ShardFile) -> None:
+    """Compare a local file with the size and hashes of its index."""
+    digests = _Digests(file.hashes)
+    try:
+        if path.stat().st_size != file.bytes:
+            raise _Again(f"it has {path.stat().st_size:,} bytes where the index says {file.bytes:,}")
+        with path.open("rb") as opened:
+            while chunk := opened.read(CHUNK):
+                digests.update(chunk)
+        digests.check()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; copy or prepare the data again") from None
+    except _Again as error:
+        raise DataError(f"{path} is damaged: {error}; copy or prepare the data again") from None
+
+
+def _new_hash(name: str) -> Any:
+    if name in xxhash.algorithms_available:
+        return getattr(xxhash, name)()
+    if name in hashlib.algorithms_available and not name.startswith("shake"):
+        return hashlib.new(name)
+    raise DataError(f"the index has hashes of the unknown kind '{name}'")
+
+
+class _Chunks(io.RawIOBase):
+    """An iterator of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._rest:
+            self._rest = memoryview(next(self._chunks, b""))
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+def _unpack(compression: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Decompressed bytes in chunks of bounded size, whatever the ratio; all of `chunks` is consumed."""
+    reader = DECOMPRESSORS[compression](io.BufferedReader(_Chunks(chunks), CHUNK))
+    while True:
+        try:
+            chunk = reader.read(CHUNK)
+        except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+            raise _Again(f"it cannot be unpacked as {compression}: {_first_line(error)}") from None
+        if not chunk:
+            break
+        yield chunk
+    if any(chunks):
+        raise _Again(f"bytes follow its {compression} data")
+
+
+def _open_store(url: str) -> Any:
+    from obstore.store import from_url
+
+    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"))
+    plain = any(place.startswith("http://") for place in (url, *endpoints))
+    try:
+        return from_url(
+            url,
+            client_options={
+                "allow_http": plain,
+                "timeout": "1h",
+                "read_timeout": READ_TIMEOUT,
+                "connect_timeout": "10s",
+            },
+            retry_config={"max_retries": 0},  # retried here, where hashes and lengths are known too
+        )
+    except Exception as error:
+        raise DataError(
+            f"'{url}' cannot be opened ({_first_line(error)}); known are s3://, gs://, az://, http(s):// and folders"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _disk_error(path: Path, error: OSError) -> DiskError:
+    return DiskError(f"cannot write {path}: {error.strerror or error}; free some space, or set a cache_limit")

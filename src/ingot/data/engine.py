@@ -1,0 +1,244 @@
+"""Which program turns text into ids: `gigatoken` where it is provably the same, Hugging Face `tokenizers` otherwise.
+
+`gigatoken` is 30 to 100 times faster, but it knows a newer Unicode than Hugging Face does: a letter that one of them
+has not heard of splits words differently, and a new combining mark is put into another order by NFC. So the choice is
+made twice. Once at start-up: hostile probes must give equal ids, or the fast engine is not used at all. Then for each
+document: one that holds a character outside the part of Unicode on which both agree goes to Hugging Face.
+"""
+
+import json
+import random
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ingot.data.tokenizer import Tokenizer, is_byte_level
+from ingot.errors import DataError
+
+_TABLE_END = 0x20000  # code points above are rare; of them only the old ideographs are left to the fast engine
+_IDEOGRAPHS = (0x20000, 0x2A6D6)
+_PLAIN_END = 0x250  # Latin with its extensions has stood since Unicode 1.1: no need to look it up
+_CHUNK_CHARS = 1 << 22  # longer documents are encoded in chunks, to bound memory
+
+
+@dataclass
+class Engine:
+    """Encodes documents. `reason` says why it is this one."""
+
+    tokenizer: Tokenizer
+    name: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        self._fast = _load_gigatoken(self.tokenizer) if self.name == "gigatoken" else None
+        self._known = _agreed_characters(_normalizes(self.tokenizer)) if self._fast else None
+        self._cuts_are_safe = is_byte_level(json.loads(self.tokenizer.backend.to_str()))
+        self.prefix, self.suffix = _document_frame(self.tokenizer)
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of some documents back to back, uint32 [tokens], and the number of each, int64 [documents].
+
+        The frame (`prefix`, `suffix`) that the tokenizer puts around a document is left to the caller.
+        """
+        if any(len(text) > _CHUNK_CHARS for text in texts):
+            return self._encode_long(texts)
+        return self._encode_batch(texts)
+
+    def _encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if self._fast is None:
+            return self._encode_exactly(texts)
+        foreign = self._foreign(texts)
+        if not foreign:
+            return self._encode_fast(texts)
+        ids, lengths = self._encode_fast([t for i, t in enumerate(texts) if i not in foreign])
+        exact_ids, exact_lengths = self._encode_exactly([texts[i] for i in sorted(foreign)])
+        return _interleave(ids, lengths, exact_ids, exact_lengths, sorted(foreign), len(texts))
+
+    def _encode_fast(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        if not texts:
+            return np.zeros(0, np.uint32), np.zeros(0, np.int64)
+        assert self._fast is not None
+        layout = self._fast.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(layout.offsets)
+        return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
+
+    def _encode_exactly(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        encodings = self.tokenizer.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        lists = [encoding.ids for encoding in encodings]
+        lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
+        flat = np.fromiter((i for ids in lists for i in ids), dtype=np.uint32, count=int(lengths.sum()))
+        return flat, lengths
+
+    def _encode_long(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = [], []
+        for text in texts:
+            parts = [self._encode_batch([chunk])[0] for chunk in self._chunks(text)]
+            ids += parts
+            lengths.append(sum(len(p) for p in parts))
+        return np.concatenate(ids), np.array(lengths, dtype=np.int64)
+
+    def _chunks(self, text: str) -> Iterator[str]:
+        """Cut a long text where its ids are the same as if it had not been cut."""
+        start = 0
+        while self._cuts_are_safe and len(text) - start > _CHUNK_CHARS:
+            cut = self.find_cut(text, start + _CHUNK_CHARS // 2, start + _CHUNK_CHARS)
+            if cut is None:
+                break
+            yield text[start:cut]
+            start = cut
+        yield text[start:]
+
+    def find_cut(self, text: str, low: int, high: int) -> int | None:
+        """The last place in [low, high) between a word and the single space before the next, if cuts are safe.
+
+        Every byte-level pre-tokenizer in use splits there; the neighbourhood is encoded both ways to be sure.
+        """
+        if not self._cuts_are_safe:
+            return None
+        encode = self.tokenizer.encode
+        at = high
+        for _ in range(10_000):
+            at = text.rfind(" ", low, at)
+            if at < 1 or at + 1 >= len(text):
+                return None
+            if _ascii_letter(text[at - 1]) and _ascii_letter(text[at + 1]):
+                left, right = text[max(0, at - 64) : at], text[at : at + 64]
+                if encode(left) + encode(right) == encode(left + right):
+                    return at
+        return None
+
+    def _foreign(self, texts: Sequence[str]) -> set[int]:
+        """Which documents hold a character on which the engines may not agree."""
+        suspects = [i for i, text in enumerate(texts) if not text.isascii()]
+        if not suspects or not self._has_foreign("".join([texts[i] for i in suspects])):
+            return set()
+        return {i for i in suspects if self._has_foreign(texts[i])}
+
+    def _has_foreign(self, text: str) -> bool:
+        assert self._known is not None
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # [characters]
+        points = points[points >= _PLAIN_END]
+        low = points[points < _TABLE_END]
+        if not self._known[low].all():
+            return True
+        high = points[points >= _TABLE_END]
+        return bool(((high < _IDEOGRAPHS[0]) | (high > _IDEOGRAPHS[1])).any())
+
+
+def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
+    """The fastest engine that gives Hugging Face's ids, or the one asked for (`gigatoken`, `hf`)."""
+    if wanted == "hf":
+        return Engine(tokenizer, "hf", "asked for")
+    if wanted not in ("auto", "gigatoken"):
+        raise DataError(f"engine={wanted}: known are auto, gigatoken and hf")
+    reason = _why_not_fast(tokenizer)
+    if reason is None:
+        return Engine(tokenizer, "gigatoken", "same ids as Hugging Face on all probes")
+    if wanted == "gigatoken":
+        raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
+    return Engine(tokenizer, "hf", reason)
+
+
+def _why_not_fast(tokenizer: Tokenizer) -> str | None:
+    try:
+        engine = Engine(tokenizer, "gigatoken", "")
+    except ImportError:
+        return "gigatoken is not installed: pip install gigatoken"
+    except Exception as error:  # a tokenizer that it does not support
+        return f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
+    probes = hostile_texts(tokenizer, count=1500, seed=0)
+    exact = Engine(tokenizer, "hf", "")
+    ids, lengths = engine.encode(probes)
+    right_ids, right_lengths = exact.encode(probes)
+    if np.array_equal(lengths, right_lengths) and np.array_equal(ids, right_ids):
+        return None
+    wrong = next(i for i, text in enumerate(probes) if tokenizer.encode(text) != engine.encode([text])[0].tolist())
+    return f"gigatoken gives other ids than Hugging Face, for example for {probes[wrong][:40]!r}"
+
+
+def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
+    """Texts made of what tokenizers get wrong: odd spaces, marks, contractions, halves of special tokens, digits."""
+    rng = random.Random(seed)
+    added = [a.content for a in tokenizer.backend.get_added_tokens_decoder().values()] or ["<s>"]
+    words = sorted(tokenizer.vocab)
+    spaces = " \t\n\r\x0b\x0c\x1c\x1f\x85\xa0\u1680\u2003\u200a\u2028\u2029\u202f\u205f\u3000\u200b\u200d\ufeff\x00"
+    odd = "'’ʼ＇́̈éßẞſKÅΩﬁ①²½Ⅷ٣३๙𝟙〇一İıǅְّ가각\U0001f600\U0001f468\ufe0f�\U0010ffff\ue000Å゙ﾞｶ\u0958"
+    parts = {
+        "plain": lambda: rng.choice("abcxyzABCXYZ0189.,;:!?-_()[]{}<>|/\\@#$%^&*+=~`\"'"),
+        "space": lambda: rng.choice(spaces),
+        "spaces": lambda: rng.choice([" ", "  ", "\n", "\n\n", " \n", "\n ", "\r\n", " " * rng.randint(1, 40)]),
+        "odd": lambda: rng.choice(odd),
+        "contraction": lambda: rng.choice(["'s", "'S", "'t", "'re", "'VE", "'m", "'ll", "'d", "’s", "''s", " 's"]),
+        "added": lambda: rng.choice(added),
+        "half": lambda: (token := rng.choice(added))[: rng.randrange(len(token) + 1)],
+        "word": lambda: rng.choice(words),
+        "number": lambda: str(rng.randint(0, 10 ** rng.randint(1, 12))),
+        "any": lambda: chr(c) if not 0xD800 <= (c := rng.randrange(0x110000)) < 0xE000 else "",
+        "common": lambda: chr(rng.randrange(0x3000)),
+    }
+    makers = list(parts.values())
+    return ["".join(rng.choice(makers)() for _ in range(rng.choice((1, 2, 3, 5, 10, 30)))) for _ in range(count)]
+
+
+def _load_gigatoken(tokenizer: Tokenizer):  # type: ignore[no-untyped-def]
+    import gigatoken
+
+    return gigatoken.Tokenizer.from_json(tokenizer.backend.to_str())
+
+
+def _ascii_letter(char: str) -> bool:
+    return char.isascii() and char.isalpha()
+
+
+def _normalizes(tokenizer: Tokenizer) -> bool:
+    return tokenizer.backend.normalizer is not None
+
+
+def _agreed_characters(normalizes: bool) -> np.ndarray:
+    """For each code point below _TABLE_END, whether every Unicode version since long ago treats it alike, bool.
+
+    Assigned in Python's tables, which are older than both engines'. If the tokenizer normalizes: also with the
+    combining class and decomposition of Unicode 3.2, since Hugging Face's NFC is that of an old version.
+    """
+    old = unicodedata.ucd_3_2_0
+    known = np.zeros(_TABLE_END, dtype=bool)
+    composed: set[int] = set()
+    for point in range(_TABLE_END):
+        char = chr(point)
+        known[point] = unicodedata.category(char) not in ("Cn", "Cs")
+        if not normalizes or (old.category(char) != "Cn" and old.combining(char) == unicodedata.combining(char)):
+            continue
+        decomposition = unicodedata.decomposition(char)
+        canonical = bool(decomposition) and not decomposition.startswith("<")
+        if unicodedata.combining(char) or canonical:
+            known[point] = False
+            composed |= {int(p, 16) for p in decomposition.split()} if canonical else set()
+    for point in composed:
+        if point < _TABLE_END and old.category(chr(point)) == "Cn":
+            known[point] = False
+    return known
+
+
+def _document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer itself puts before and after each document, such as Llama's `<s>`."""
+    bare, framed = tokenizer.encode("a"), tokenizer.encode("a", special_tokens=True)
+    for start in range(len(framed) - len(bare) + 1):
+        if framed[start : start + len(bare)] == bare:
+            return framed[:start], framed[start + len(bare) :]
+    raise DataError("the tokenizer's post-processor changes the text's own tokens, which preparation does not support")
+
+
+def _interleave(
+    ids: np.ndarray, lengths: np.ndarray, other_ids: np.ndarray, other_lengths: np.ndarray, where: list[int], count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put the documents `where` back among the others."""
+    all_lengths = np.zeros(count, dtype=np.int64)
+    is_other = np.zeros(count, dtype=bool)
+    is_other[where] = True
+    all_lengths[is_other], all_lengths[~is_other] = other_lengths, lengths
+    from_other = np.repeat(is_other, all_lengths)  # [tokens]
+    merged = np.empty(len(from_other), dtype=np.uint32)
+    merged[from_other], merged[~from_other] = other_ids, ids
+    return merged, all_lengths

@@ -1,0 +1,98 @@
+"""How far a preparation is: a bar on a terminal, a line now and then elsewhere, nothing below two seconds."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+_QUIET_SECONDS = 2.0
+_LINE_SECONDS = 10.0
+
+
+class Reporter:
+    """Counts what workers report, and shows it. Safe to call from several threads."""
+
+    def __init__(self, show: Callable[[str], None] | None = None):
+        self._show = show
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        if self._show:
+            self._show(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def start(self, total: int, resumed: int = 0) -> None:
+        """Begin to count; total: bytes of all input files."""
+        self.total, self.done, self.skipped = max(total, 1), 0, 0
+        self.documents = self.tokens = self.text = 0
+        self.began = self.last_line = time.monotonic()
+        if resumed:
+            self.say(f"continuing: {resumed} pieces are already done")
+
+    def advance(self, counts: dict[str, int]) -> None:
+        """Some documents were encoded."""
+        with self._lock:
+            self.documents += counts["documents"]
+            self.tokens += counts["units"]
+            self.text += counts["bytes"]
+        self.refresh()
+
+    def consumed(self, size: int) -> None:
+        """So many bytes of input files are finished."""
+        with self._lock:
+            self.done += size
+
+    def skip(self, size: int, done: dict[str, Any]) -> None:
+        """Input that an earlier run had finished."""
+        with self._lock:
+            self.done += size
+            self.skipped += size
+
+    def refresh(self) -> None:
+        """Show the state, if it is time."""
+        now = time.monotonic()
+        if now - self.began < _QUIET_SECONDS:
+            return
+        with self._lock:
+            if self._show is None and sys.stderr.isatty():
+                self._draw(now)
+            elif now - self.last_line >= _LINE_SECONDS:
+                self.last_line = now
+                self.say(f"{min(self.done / self.total, 1.0):.0%} {self._rates(now)}")
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _rates(self, now: float) -> str:
+        seconds = max(now - self.began, 1e-6)
+        fresh = self.done - self.skipped
+        left = (self.total - self.done) * seconds / fresh if fresh > 0 else None
+        eta = f", {_duration(left)} left" if left is not None else ""
+        return (
+            f"{self.documents / seconds:,.0f} docs/s, {self.text / seconds / 1e6:,.1f} MB/s, "
+            f"{self.tokens / seconds / 1e6:,.2f} M tokens/s{eta}"
+        )
+
+    def _draw(self, now: float) -> None:
+        if self._bar is None:
+            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=self.total)
+            self._bar.start()
+        self._bar.update(self._task, completed=min(self.done, self.total), description=self._rates(now))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02}min" if hours else f"{minutes}min {rest:02}s" if minutes else f"{rest}s"

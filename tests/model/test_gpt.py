@@ -1,0 +1,324 @@
+"""Claims about the model itself, for every family; that it equals the published ones is test_hf_parity's claim."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ingot.model.attention import KVCache, rotary_tables, rotate
+from ingot.model.config import ModelConfig
+from ingot.model.generate import generate
+from ingot.model.gpt import GPT, IGNORE, flops_per_token, parameter_count
+from ingot.model.init import build_model
+
+SMALL = {"d_model": 48, "n_heads": 6, "n_layers": 3, "vocab_size": 130, "max_seq_len": 40}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mpt": {"family": "mpt"},
+    "mpt-alibi": {"family": "mpt", "positions": "alibi", "no_bias": True},
+    "mpt-alibi-multi-query": {"family": "mpt", "positions": "alibi", "n_kv_heads": 1, "qk_ln": True, "clip_qkv": 1.0},
+    "mosaic_gpt": {"family": "mosaic_gpt", "norm": "low_precision_layernorm"},
+    "gpt3": {"family": "gpt3"},
+    "neox": {"family": "neox"},
+    "llama-grouped": {"family": "llama", "n_kv_heads": 2},
+    "no-positions": {"family": "gpt3", "positions": "none"},
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def make(seed: int = 0, loud: bool = True, **values: Any) -> GPT:
+    """A small model; `loud` gives it weights that matter and norms and biases off one and zero, so that errors show."""
+    model = build_model(ModelConfig.model_validate({**SMALL, **values}), seed, torch.device("cpu")).eval()
+    if loud:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.15 * noise)
+    return model
+
+
+def batch(rows: int = 2, length: int = 40) -> Tensor:
+    return torch.randint(0, 130, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# --- attention sees the past, all of it, and nothing else ----------------------------------------------------------
+
+
+@every_family
+@torch.no_grad()
+def test_a_key_value_cache_gives_the_logits_of_the_whole_sequence(family: str) -> None:
+    model, tokens = make(**FAMILIES[family]), batch()
+    config = model.config
+    cache = KVCache(config, 2, 40, tokens.device, torch.float32)
+    pieces = tokens.split([9, 1, 1, 7, 1, 21], dim=1)  # a prompt, single tokens, and chunks after a filled cache
+    logits = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
+    assert cache.length == 40
+    torch.testing.assert_close(logits, model(tokens), atol=2e-5, rtol=1e-4)
+
+
+@every_family
+@torch.no_grad()
+def test_a_later_token_changes_nothing_before_it(family: str) -> None:
+    model, tokens = make(**FAMILIES[family]), batch()
+    changed = tokens.clone()
+    changed[:, 25] = (changed[:, 25] + 1) % 130
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :25], before[:, :25], atol=1e-6, rtol=1e-6)
+    assert ((after - before).abs().amax(dim=(0, 2))[25:] > 1e-4).all()  # and every token from there on sees it
+
+
+@every_family
+@torch.no_grad()
+def test_rows_of_a_batch_do_not_mix(family: str) -> None:
+    model, tokens = make(**FAMILIES[family]), batch(rows=3)
+    torch.testing.assert_close(model(tokens)[1:2], model(tokens[1:2]), atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "no-positions"])
+def test_the_order_of_the_past_matters(family: str) -> None:
+    model, tokens = make(**{**FAMILIES[family], "n_layers": 1}), batch()
+    swapped = tokens.clone()
+    swapped[:, [3, 20]] = tokens[:, [20, 3]]
+    assert (model(swapped) - model(tokens))[:, -1].abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_without_positions_one_layer_sees_the_past_as_a_set() -> None:
+    model, tokens = make(**{**FAMILIES["no-positions"], "n_layers": 1}), batch()
+    swapped = tokens.clone()
+    swapped[:, [3, 20]] = tokens[:, [20, 3]]
+    torch.testing.assert_close(model(swapped)[:, -1], model(tokens)[:, -1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rotary_pct", [0.25, 1.0])
+def test_rotary_scores_depend_on_the_distance_alone(rotary_pct: float) -> None:
+    config = ModelConfig.model_validate({**SMALL, "family": "llama", "rotary_pct": rotary_pct})
+    q, k = torch.randn((2, 1, 1, 1, 8), generator=torch.Generator().manual_seed(0))
+
+    def score(query_at: int, key_at: int) -> Tensor:
+        turned = [rotate(x, rotary_tables(config, at, 1, x.device)) for x, at in ((q, query_at), (k, key_at))]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score(22, 17), score(5, 0), atol=1e-5, rtol=1e-4)
+    assert abs(score(6, 0) - score(5, 0)) > 1e-2
+
+
+# --- the parts that a config switches --------------------------------------------------------------------------------
+
+
+def test_padded_vocabulary_is_never_predicted() -> None:
+    padded = make(family="gpt3", vocab_multiple=64, tie_word_embeddings=False)
+    assert padded.wte.weight.shape == padded.head.weight.shape == (192, 48)
+    with torch.no_grad():
+        padded.head.weight[130:] = 100.0
+        padded.wte.weight[130:] = 100.0
+    assert padded(batch()).shape == (2, 40, 130)
+    assert max(generate(padded, [1, 2, 3], 20, temperature=0)) < 130
+    found = gradients(padded, batch())
+    assert (found["head.weight"][130:] == 0).all()
+    assert (found["wte.weight"][130:] == 0).all()
+
+
+@torch.no_grad()
+def test_padding_leaves_the_loss_alone() -> None:
+    plain, padded = make(family="gpt3", vocab_multiple=1), make(family="gpt3", vocab_multiple=64)
+    for (name, a), (_, b) in zip(plain.named_parameters(), padded.named_parameters(), strict=True):
+        b[: a.shape[0]] = a
+        assert a.shape == b.shape or name == "wte.weight"
+    tokens = batch()
+    torch.testing.assert_close(padded(tokens, labels=tokens), plain(tokens, labels=tokens))
+
+
+def test_the_loss_is_the_sum_over_labels_that_count() -> None:
+    model, tokens = make(family="neox"), batch()
+    labels = tokens.roll(-1, dims=1)
+    labels[0, 5:] = IGNORE
+    picked = model(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]  # [B, T]
+    torch.testing.assert_close(model(tokens, labels=labels), -picked[labels != IGNORE].sum())
+
+
+@torch.no_grad()
+def test_low_precision_layernorm_computes_in_the_autocast_type() -> None:
+    low, plain = make(norm="low_precision_layernorm"), make(norm="layernorm")
+    tokens = batch()
+    assert torch.equal(low(tokens), plain(tokens))  # without autocast they are the same
+    x = torch.randn(2, 5, 48)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        coarse, fine = low.norm_f(x), plain.norm_f(x)
+    assert (coarse.dtype, fine.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(coarse.float(), fine, atol=0.05, rtol=0.02)
+    weight, bias = low.norm_f.weight.bfloat16(), low.norm_f.bias.bfloat16()
+    assert torch.equal(coarse, torch.nn.functional.layer_norm(x.bfloat16(), (48,), weight, bias, 1e-5))
+
+
+@torch.no_grad()
+def test_qk_ln_makes_scores_independent_of_the_size_of_queries_and_keys() -> None:
+    tokens = batch()
+    for qk_ln in (True, False):
+        model = make(family="mpt", positions="alibi", no_bias=True, qk_ln=qk_ln, norm_eps=1e-12)
+        before = model(tokens)
+        for block in model.blocks:
+            rows = block.attn.qkv.weight.view(6, 3, 8, 48)
+            rows[:, :2] *= 3  # queries and keys, not values
+        difference = (model(tokens) - before).abs().max()
+        assert difference < 1e-4 if qk_ln else difference > 1e-2
+
+
+@torch.no_grad()
+def test_qk_ln_normalises_over_the_whole_width() -> None:
+    model = make(family="llama", n_kv_heads=2, qk_ln=True)
+    assert model.blocks[0].attn.q_norm.weight.shape == (48,)
+    assert model.blocks[0].attn.k_norm.weight.shape == (16,)
+
+
+@torch.no_grad()
+def test_clip_qkv_bounds_what_attention_gives() -> None:
+    tokens = batch()
+    model = make(family="mpt", positions="alibi", no_bias=True, clip_qkv=0.25)
+    given: list[Tensor] = []
+    model.blocks[0].attn.out.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    model(tokens)
+    assert given[0].abs().max() <= 0.25 + 1e-6  # a mean of clipped values
+    wide, none = make(clip_qkv=1e6), make(clip_qkv=None)
+    assert torch.equal(wide(tokens), none(tokens))
+
+
+@torch.no_grad()
+def test_softmax_scale_replaces_the_default() -> None:
+    tokens = batch()
+    assert torch.equal(make(softmax_scale=1 / math.sqrt(8))(tokens), make()(tokens))
+    assert (make(softmax_scale=0.5)(tokens) - make()(tokens)).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values(kv_heads: int) -> None:
+    grouped = make(family="llama", n_kv_heads=kv_heads)
+    full = make(family="llama")
+    for name, parameter in full.named_parameters():
+        source = grouped.get_parameter(name)
+        if name.endswith("qkv.weight"):
+            rows = source.view(kv_heads, 6 // kv_heads + 2, 8, 48)  # [G, queries + key + value, D, d]
+            q, kv = rows[:, :-2].reshape(6, 1, 8, 48), rows[:, -2:].repeat_interleave(6 // kv_heads, dim=0)
+            source = torch.cat([q, kv], dim=1).reshape(-1, 48)
+        parameter.copy_(source)
+    torch.testing.assert_close(grouped(batch()), full(batch()), atol=1e-5, rtol=1e-5)
+
+
+# --- initial weights -------------------------------------------------------------------------------------------------
+
+D, LAYERS, FFN = 256, 8, 1024
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"init": "kaiming_normal", "residual_init": "scaled"}, {
+            "wte.weight": math.sqrt(2 / D), "attn.qkv.weight": math.sqrt(2 / D), "mlp.up.weight": math.sqrt(2 / D),
+            "attn.out.weight": math.sqrt(2 / D) / 4, "mlp.down.weight": math.sqrt(2 / FFN) / 4}),
+        ({"init": "normal", "init_std": 0.05, "residual_init": "scaled"}, {
+            "wte.weight": 0.05, "wpe.weight": 0.05, "attn.qkv.weight": 0.05, "mlp.up.weight": 0.05,
+            "attn.out.weight": 0.0125, "mlp.down.weight": 0.0125}),
+        ({"init": "normal", "residual_init": "same"}, {"attn.out.weight": 0.02, "mlp.down.weight": 0.02}),
+        ({"init": "small", "residual_init": "wang", "tie_word_embeddings": False}, {
+            "wte.weight": math.sqrt(2 / (5 * D)), "head.weight": math.sqrt(2 / (5 * D)),
+            "mlp.up.weight": math.sqrt(2 / (5 * D)),
+            "attn.out.weight": 2 / (LAYERS * math.sqrt(D)), "mlp.down.weight": 2 / (LAYERS * math.sqrt(D))}),
+    ],
+)  # fmt: skip
+def test_initial_weights_have_the_spread_of_their_scheme(values: dict[str, Any], expected: dict[str, float]) -> None:
+    model = make(loud=False, d_model=D, n_heads=4, n_layers=LAYERS, vocab_size=400, max_seq_len=128, **values)
+    parameters = dict(model.named_parameters())
+    for name, std in expected.items():
+        weight = parameters[name] if name in parameters else parameters[f"blocks.5.{name}"]
+        assert weight.std().item() == pytest.approx(std, rel=0.03), name
+        assert abs(weight.mean().item()) < 0.03 * std, name
+    assert all((p == 0).all() for name, p in parameters.items() if name.endswith(".bias"))
+    assert all((p == 1).all() for name, p in parameters.items() if "norm" in name and name.endswith(".weight"))
+
+
+def test_a_weight_does_not_depend_on_the_others() -> None:
+    """Fewer layers, another vocabulary, an extra table: what two models share starts out the same."""
+    one = dict(make(loud=False, family="gpt3", init="normal", residual_init="same").named_parameters())
+    other = dict(
+        make(
+            loud=False, family="neox", init="normal", residual_init="same", n_layers=1, vocab_size=90
+        ).named_parameters()
+    )
+    shared = {name for name in one.keys() & other.keys() if one[name].shape == other[name].shape}
+    assert {"blocks.0.attn.qkv.weight", "blocks.0.mlp.down.weight"} <= shared
+    assert all(torch.equal(one[name], other[name]) for name in shared)
+
+
+def test_each_seed_and_each_parameter_draws_its_own_weights() -> None:
+    one, again, other = (make(seed=seed, loud=False, init="normal", residual_init="same") for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert all(
+        not torch.equal(a, b) for (_, a), (_, b) in zip(one.named_matrices(), other.named_matrices(), strict=True)
+    )
+    assert not torch.equal(one.blocks[0].attn.qkv.weight, one.blocks[1].attn.qkv.weight)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["emb_pdrop", "resid_pdrop", "attn_pdrop"])
+def test_dropout_acts_in_training_only(kind: str) -> None:
+    model, tokens = make(**{kind: 0.5}), batch()
+    with torch.no_grad():
+        assert torch.equal(model(tokens), make()(tokens))
+        model.train()
+        torch.manual_seed(0)
+        first, second = model(tokens), model(tokens)
+        assert (first - second).abs().max() > 1e-3
+        torch.manual_seed(0)
+        assert torch.equal(model(tokens), first)
+
+
+@every_family
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputed_blocks_give_the_same_gradients(family: str, dropout: float) -> None:
+    model, tokens = make(**FAMILIES[family], resid_pdrop=dropout, attn_pdrop=dropout).train(), batch()
+    torch.manual_seed(0)
+    kept = gradients(model, tokens)
+    model.recompute_blocks = True
+    torch.manual_seed(0)
+    recomputed = gradients(model, tokens)
+    assert kept.keys() == recomputed.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in kept.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_blocks_are_recomputed_when_asked() -> None:
+    model, tokens = make().train(), batch()
+    model.recompute_blocks = True
+    calls: list[torch.nn.Module] = []
+    model.blocks[0].attn.register_forward_pre_hook(lambda module, _: calls.append(module))
+    gradients(model, tokens)
+    assert len(calls) == 2
+
+
+# --- counting --------------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_counting_parameters_builds_no_model_and_is_exact(family: str) -> None:
+    model = make(**FAMILIES[family])
+    assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
+
+
+def test_flops_follow_the_published_formula() -> None:
+    """6 N + 12 L d S; the embedding counts when it is also the head, and half the attention when causal."""
+    tied, untied = (ModelConfig.model_validate({**SMALL, "tie_word_embeddings": t}) for t in (True, False))
+    n = parameter_count(tied)
+    assert flops_per_token(tied, 40) == flops_per_token(untied, 40) == 6 * n + 12 * 3 * 48 * 40
+    assert flops_per_token(tied, 40, causal=True) == 6 * n + 6 * 3 * 48 * 40

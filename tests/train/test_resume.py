@@ -1,0 +1,231 @@
+"""A run that is killed and started again ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Ingot
+from safetensors.torch import load_file
+
+from ingot.checkpoint.manifest import read_manifest, steps_in, verify
+from ingot.config.load import load_config
+from ingot.errors import CheckpointError, DataError
+from ingot.report.metrics_file import read_rows
+from ingot.report.run import train
+from ingot.train.config import RunConfig
+
+# dropout, so that the random state matters; more steps than one checkpoint interval, so that resuming matters
+LONG = [*TINY, "max_duration=30ba", "save_interval=4ba", "model.resid_pdrop=0.1", "eval_interval=10ba"]
+
+
+def run(data: Path, folder: Path, *more: str, fresh: bool = False) -> Path:
+    train(load_config(RunConfig, [*LONG, f"data={data}", f"save_folder={folder}", *more]), fresh)
+    return folder
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    path = folder / "checkpoints" / str(step)
+    return {
+        f"{f}/{k}": v for f in ("model", "optimizer", "rng") for k, v in load_file(path / f"{f}.safetensors").items()
+    }
+
+
+def assert_same_end(a: Path, b: Path, step: int = 30, evals: bool = True) -> None:
+    one, two = state(a, step), state(b, step)
+    assert one.keys() == two.keys()
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+    rows = [read_rows(folder) for folder in (a, b)]
+    for key in (
+        "time/batch",
+        "loss/train/total",
+        "l2_norm/grad/global",
+        *(["metrics/eval/LanguageCrossEntropy"] if evals else []),
+    ):
+        assert [row.get(key) for row in rows[0]] == [row.get(key) for row in rows[1]], key
+    assert [row["time/batch"] for row in rows[0]] == list(range(1, step + 1))
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run."""
+    return run(data, tmp_path_factory.mktemp("whole") / "run")
+
+
+def start(data: Path, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "ingot.cli.main", "train", *LONG, f"data={data}", f"save_folder={folder}"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def kill_when(process: subprocess.Popen[bytes], seen: object) -> bool:
+    """SIGKILL the process as soon as a condition holds; False if it ended before."""
+    while process.poll() is None:
+        if seen():  # type: ignore[operator]
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def test_killed_at_many_moments_a_run_ends_bitwise_equal_to_an_uninterrupted_one(
+    data: Path, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
+
+    def rows() -> int:
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    moments = [
+        lambda: rows() >= 2,  # before the first checkpoint
+        lambda: any(checkpoints.glob(".draft-8*")),  # while a checkpoint is being written
+        lambda: (checkpoints / "12").exists(),  # right after one
+        lambda: rows() >= 22,  # between two
+    ]
+    kills = sum(kill_when(start(data, folder), moment) for moment in moments)
+    assert kills == len(moments)
+    process = start(data, folder)
+    assert process.wait(timeout=120) == 0
+    assert_same_end(folder, whole)
+    assert not list(checkpoints.glob(".*"))
+
+
+def test_running_a_finished_run_again_changes_nothing(
+    data: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (whole / "checkpoints").rglob("*")} | {"m": read_rows(whole)}
+    run(data, whole)
+    assert "has finished its 30 batches" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in (whole / "checkpoints").rglob("*")} | {"m": read_rows(whole)}
+
+
+def test_a_longer_duration_continues_a_finished_run(data: Path, tmp_path: Path) -> None:
+    constant = "scheduler.name=constant_with_warmup"
+    short = run(data, tmp_path / "grown", "max_duration=18ba", constant)
+    run(data, short, constant)
+    assert_same_end(short, run(data, tmp_path / "whole", constant), evals=False)  # the short one evaluated at its end
+
+
+def test_fresh_starts_over_and_spares_other_files(data: Path, whole: Path, tmp_path: Path) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=10ba")
+    (folder / "notes.txt").write_text("mine")
+    run(data, folder, fresh=True)
+    assert_same_end(folder, whole)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("micro", [1, 2, 8])
+def test_the_microbatch_may_change_at_a_restart(data: Path, whole: Path, tmp_path: Path, micro: int) -> None:
+    folder = run(
+        data, tmp_path / "run", "max_duration=30ba", "model.resid_pdrop=0.0", f"device_train_microbatch_size={micro}"
+    )
+    other = run(data, tmp_path / "other", "model.resid_pdrop=0.0")
+    one, two = ([r["loss/train/total"] for r in read_rows(f)] for f in (folder, other))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_only_the_newest_checkpoints_are_kept(data: Path, tmp_path: Path) -> None:
+    folder = run(data, tmp_path / "run", "save_num_checkpoints_to_keep=2")
+    assert steps_in(folder / "checkpoints") == [28, 30]
+
+
+def test_a_checkpoint_is_safetensors_and_a_manifest_with_true_hashes(whole: Path) -> None:
+    folder = whole / "checkpoints" / "30"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "rng.safetensors",
+    ]
+    manifest = read_manifest(folder)
+    verify(manifest)
+    assert manifest.step == 30 and manifest.state["progress"]["time/batch"] == 30
+    assert manifest.state["config"]["model"]["d_model"] == 32
+    assert json.loads((folder / "manifest.json").read_text())["format"] == "ingot-checkpoint"
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        content[len(content) // 2] ^= 1
+    elif how == "truncate":
+        del content[len(content) // 2 :]
+    path.write_bytes(content)
+    if how == "remove":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(
+    data: Path, whole: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=30ba", "save_interval=20ba")
+    damage(folder / "checkpoints" / "30" / "model.safetensors", how)
+    run(data, folder)
+    assert "trying the one before it" in capsys.readouterr().out
+    assert_same_end(folder, whole)
+
+
+def test_when_every_checkpoint_is_damaged_the_run_says_so(data: Path, tmp_path: Path) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=4ba")
+    damage(folder / "checkpoints" / "4" / "optimizer.safetensors", "flip")
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is corrupt.*--fresh"):
+        run(data, folder)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("model.d_model=64", "is of another model"), ("model.positions=alibi", "is of another model"),
+     ("seed=3", "seed was 17 and is now 3"), ("global_train_batch_size=4", "cannot be continued"),
+     ("optimizer.name=lion", "cannot be continued"), ("max_duration=2ba", "past max_duration")],
+)  # fmt: skip
+def test_what_would_make_it_another_run_is_refused_and_nothing_is_touched(
+    data: Path, whole: Path, override: str, words: str
+) -> None:
+    config = (whole / "config.yaml").read_text()
+    with pytest.raises(CheckpointError, match=words):
+        run(data, whole, override)
+    assert (whole / "config.yaml").read_text() == config
+
+
+def test_other_data_is_refused(data: Path, whole: Path) -> None:
+    with pytest.raises(DataError, match="the training data is not what"):
+        run(data, whole, "max_duration=40ba", "data.train.split=val")
+
+
+def test_changed_settings_are_named_on_resume(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=4ba")
+    run(data, folder, "max_duration=8ba", "optimizer.lr=0.02")
+    assert "since the checkpoint, optimizer.lr was 0.01 and is now 0.02" in capsys.readouterr().out
+
+
+def test_wall_clock_save_intervals_save(data: Path, tmp_path: Path) -> None:
+    folder = run(data, tmp_path / "run", "save_interval=0.001sec", "max_duration=6ba")
+    assert len(steps_in(folder / "checkpoints")) > 2
+
+
+def test_a_full_disk_costs_a_save_but_not_the_run_and_fails_at_the_end(
+    ingot: Ingot, data: Path, tmp_path: Path
+) -> None:
+    import resource
+
+    def limit() -> None:  # no file of this process may grow beyond 20 kB: what a full disk does, for this process alone
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    folder = tmp_path / "run"
+    done = ingot(
+        "train", *TINY, "save_interval=5ba", f"data={data}", f"save_folder={folder}", check=False, preexec_fn=limit
+    )
+    assert done.returncode == 1
+    assert "warning: cannot save a checkpoint" in done.stdout and "the run goes on" in done.stdout
+    assert done.stderr.startswith("error: cannot save a checkpoint in") and "Traceback" not in done.stderr
+    assert len(read_rows(folder)) == 12
+    assert not os.listdir(folder / "checkpoints")

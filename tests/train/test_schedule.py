@@ -1,0 +1,52 @@
+import math
+
+import pytest
+
+from ingot.config.time import Clock, Time
+from ingot.train.config import SchedulerConfig
+from ingot.train.schedule import lr_multiplier
+
+CLOCK = Clock(batch_samples=8, sample_tokens=32, epoch_samples=800, max_duration=Time(100, "ba"))
+
+
+def at(batch: int, **values: object) -> float:
+    return lr_multiplier(SchedulerConfig.model_validate(values), CLOCK, batch)
+
+
+@pytest.mark.parametrize(
+    "name", ["constant_with_warmup", "linear_decay_with_warmup", "cosine_with_warmup", "inv_sqrt_with_warmup", "wsd"]
+)
+@pytest.mark.parametrize("warmup", ["10ba", "80sp", "2560tok", "0.1ep", "0.1dur"])
+def test_every_schedule_warms_up_from_zero_in_every_unit(name: str, warmup: str) -> None:
+    assert [at(b, name=name, t_warmup=warmup) for b in (0, 1, 5)] == pytest.approx([0.0, 0.1, 0.5])
+    assert at(10, name=name, t_warmup=warmup) == pytest.approx(1.0)
+
+
+def test_cosine_is_composers() -> None:
+    for batch in range(10, 101):
+        expected = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (batch - 10) / 90))
+        assert at(batch, name="cosine_with_warmup", t_warmup="10ba", alpha_f=0.1) == pytest.approx(expected)
+
+
+def test_decay_ends_at_alpha_f_and_stays_there() -> None:
+    for name in ("linear_decay_with_warmup", "cosine_with_warmup", "wsd"):
+        values = {"name": name, "t_max": "60ba", "alpha_f": 0.2}
+        assert [at(60, **values), at(99, **values)] == pytest.approx([0.2, 0.2])
+
+
+def test_linear_is_half_way_in_the_middle() -> None:
+    assert at(55, name="linear_decay_with_warmup", t_warmup="10ba", alpha_f=0.0) == pytest.approx(0.5)
+
+
+def test_inverse_square_root_falls_to_its_root_after_t_scale() -> None:
+    values = {"name": "inv_sqrt_with_warmup", "t_warmup": "10ba", "alpha_f": 0.0}
+    assert at(10 + 30, **values, t_scale="10ba") == pytest.approx(0.5)
+    assert at(10 + 30, **values) == pytest.approx(0.5)  # t_scale defaults to t_warmup
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+def test_wsd_is_stable_until_its_decay(shape: str, middle: float) -> None:
+    values = {"name": "wsd", "t_warmup": "5ba", "t_decay": "20ba", "alpha_f": 0.0, "decay_shape": shape}
+    assert [at(b, **values) for b in (5, 40, 80)] == [1.0, 1.0, 1.0]
+    assert at(90, **values) == pytest.approx(middle)
+    assert at(100, **values) == pytest.approx(0.0)
