@@ -14,7 +14,7 @@ setup: .venv/.ready
 	@touch $@
 
 demo: setup
-	.venv/bin/ingot demo
+	.venv/bin/ingot demo $(ARGS)
 
 test: setup
 	.venv/bin/python -m pytest -n 2

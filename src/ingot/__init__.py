@@ -4,28 +4,32 @@ The Python API mirrors the command line: `ingot.prepare(...)`, `ingot.train(RunC
 Nothing heavy is imported before it is used: `import ingot` and `ingot --help` do not wait for torch.
 """
 
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The import system binds the name of a sub-package once, when it is first imported. Done here, so that the function
-# `train` below can have the name; `from ingot.train.x import y` works all the same.
-import ingot.train as _train_layer  # noqa: F401
+import ingot.train as _train_layer
 from ingot.version import __version__
 
 if TYPE_CHECKING:
     from ingot.data.prepare import prepare
     from ingot.model.gpt import GPT
+    from ingot.report.run import train
     from ingot.train.config import RunConfig
-    from ingot.train.trainer import Result
 
 __all__ = ["RunConfig", "__version__", "load", "prepare", "train"]
 
 
-def train(config: "RunConfig", fresh: bool = False) -> "Result":
-    """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    from ingot.report.run import train as run
+class _TrainLayer(types.ModuleType):
+    """`ingot.train` is a layer of the package and, like the verb of that name, something to call."""
 
-    return run(config, fresh)
+    def __call__(self, config: "RunConfig", fresh: bool = False) -> Any:
+        from ingot.report.run import train
+
+        return train(config, fresh)
+
+
+_train_layer.__class__ = _TrainLayer
 
 
 def load(path: str | Path, device: str = "cpu") -> "GPT":

@@ -103,8 +103,11 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, words: 
     assert words in error_of(write(tmp_path, text))
 
 
-def test_missing_data_is_asked_for() -> None:
-    assert error_of("seed=1") == "data is missing; set it in the file or with data=..."
+def test_missing_data_is_asked_for_when_it_is_needed() -> None:
+    config = load_config(RunConfig, ["mpt-125m"])
+    with pytest.raises(ConfigError, match="data is missing; name a prepared folder with data=FOLDER"):
+        _ = config.sources
+    assert error_of("data.eval.path=x") == "data.train is missing; set it in the file or with data.train=..."
 
 
 def test_an_unknown_recipe_names_the_closest() -> None:
@@ -114,13 +117,24 @@ def test_an_unknown_recipe_names_the_closest() -> None:
 
 def test_data_as_one_folder_stands_for_its_splits_and_can_be_refined() -> None:
     config = load_config(RunConfig, ["data=folder", "data.eval.split=val_small"])
-    assert (config.data.train.path, config.data.train.split) == ("folder", "train")
-    assert config.data.eval is not None and config.data.eval.split == "val_small"
+    assert (config.sources.train.path, config.sources.train.split) == ("folder", "train")
+    assert config.sources.eval is not None and config.sources.eval.split == "val_small"
 
 
-def test_data_as_one_folder_replaces_the_data_of_a_recipe() -> None:
-    config = load_config(RunConfig, ["mpt-125m", "data=folder"])
-    assert config.data.train.path == "folder" and config.data.eval and config.data.eval.path == "folder"
+def test_data_as_one_folder_replaces_the_data_of_a_file(tmp_path: Path) -> None:
+    config = load_config(RunConfig, [write(tmp_path, BASE), "data=folder"])
+    assert config.sources.train.path == "folder" and config.sources.eval and config.sources.eval.path == "folder"
+
+
+def test_data_as_one_folder_is_what_the_folder_holds(tmp_path: Path) -> None:
+    (tmp_path / "whole" / "train").mkdir(parents=True)
+    assert load_config(RunConfig, [f"data={tmp_path / 'whole'}"]).sources.eval is None  # there is no val in it
+    (tmp_path / "whole" / "val").mkdir()
+    assert load_config(RunConfig, [f"data={tmp_path / 'whole'}"]).sources.eval is not None
+    (tmp_path / "split").mkdir()
+    (tmp_path / "split" / "index.json").write_text("{}")
+    config = load_config(RunConfig, [f"data={tmp_path / 'split'}"])
+    assert config.sources.train.split is None and config.sources.eval is None
 
 
 def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """Shards from elsewhere: retried, verified, shared, evicted; nothing half done is ever seen."""
 
+import base64
 import contextlib
+import email.utils
 import hashlib
+import hmac
 import itertools
 import os
 import shutil
@@ -11,22 +14,26 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import obstore
+import obstore.store
 import pytest
 from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_mds
 from test_indexed import DOCUMENTS, FLAT, write_pair
 
-import ingot.data.cache as cache_module
-from ingot.data.cache import Cache, Remote, Wanted
+import ingot.data.remote as remote_module
+from ingot.data.cache import Cache, Wanted
 from ingot.data.config import SourceConfig
 from ingot.data.dataset import Dataset, open_dataset
 from ingot.data.loader import Loader
 from ingot.data.mds import ShardFile
+from ingot.data.remote import Remote
 from ingot.errors import DataError
 
 QUICK = (0.001, 0.01)  # seconds between attempts
@@ -168,6 +175,14 @@ def test_remote_pairs_of_megatron_are_fetched_in_pieces(
     assert (local.order(1, True).take(np.arange(30)) == dataset.order(1, True).take(np.arange(30))).all()
 
 
+def test_a_remote_pair_without_its_bin_is_refused(tmp_path: Path, server: Server) -> None:
+    write_pair(server.folder / "data/web_document", DOCUMENTS)
+    (server.folder / "data/web_document.bin").unlink()
+    source = SourceConfig(path=str(tmp_path / "cache"), remote=f"{server.url}/data/web_document")
+    with pytest.raises(DataError, match=r"web_document\.bin has 0 bytes where its \.idx says 58"):
+        open_dataset(source, 4)
+
+
 def test_only_needed_shards_are_fetched_and_each_once(tmp_path: Path, server: Server) -> None:
     rows = random_tokens(5 * 4 * 64).reshape(5, 4, 64)
     write_mds(server.folder / "data", [list(samples) for samples in rows])
@@ -196,7 +211,7 @@ def test_passing_faults_are_retried(tmp_path: Path, server: Server, fault: int |
 def test_a_silent_server_is_given_up_and_asked_again(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "READ_TIMEOUT", "200ms")
+    monkeypatch.setattr(remote_module, "READ_TIMEOUT", "200ms")
     write_mds(server.folder / "data", SHARDS)
     server.gate.clear()
     server.faults = lambda name, earlier: "stall" if earlier == 0 and name.endswith("00002.mds") else None
@@ -248,6 +263,45 @@ def test_a_corrupt_compressed_shard_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"shard\.00001"):
             all_tokens(open_dataset(SourceConfig(path=str(folder)), 16))
         assert not (folder / "shard.00001.mds").exists() and leftovers(folder) == []
+
+
+def test_a_server_that_calls_missing_files_forbidden_is_read(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    server.faults = lambda name, earlier: None if (server.folder / name).is_file() else 403
+    assert (all_tokens(stream(server, tmp_path / "cache")) == flatten(SHARDS)).all()
+
+
+def test_splits_of_a_remote_folder_are_listed(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_mds(tmp_path / "remote" / split, SHARDS)
+    (tmp_path / "remote/tokenizer").mkdir()
+    for split, message in (("test", "no split 'test'; it has train, val"), (None, "holds the splits train, val")):
+        with pytest.raises(DataError, match=message):
+            source = SourceConfig(path=str(tmp_path / "cache"), remote=str(tmp_path / "remote"), split=split)
+            open_dataset(source, 16)
+
+
+def test_a_pair_in_a_remote_folder_is_found_with_what_prepare_wrote_beside_it(tmp_path: Path) -> None:
+    write_pair(tmp_path / "remote/train/train_text_document", DOCUMENTS)
+    (tmp_path / "remote/train/train_text_document.meta.json").write_text('{"bytes": 87, "max_token": 10}')
+    (tmp_path / "remote/tokenizer").mkdir()
+    (tmp_path / "remote/tokenizer/tokenizer.json").write_text("{}")
+    source = SourceConfig(path=str(tmp_path / "cache"), remote=str(tmp_path / "remote"), split="train")
+    dataset = open_dataset(source, 4)
+    assert all_tokens(dataset).tolist() == FLAT
+    assert dataset.bytes_per_token == 3.0 and dataset.tokenizer_folder == tmp_path / "cache/train/tokenizer"
+    with pytest.raises(DataError, match="token ids up to 10"):
+        open_dataset(source, 4, vocab_size=10)
+
+
+def test_a_file_of_another_size_in_the_cache_is_not_overwritten(tmp_path: Path, server: Server) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    (tmp_path / "cache").mkdir()
+    mine = tmp_path / "cache/shard.00000.mds"
+    mine.write_bytes(b"something of the user")
+    with pytest.raises(DataError, match=r"shard\.00000\.mds has 21 bytes where"):
+        all_tokens(stream(server, tmp_path / "cache"))
+    assert mine.read_bytes() == b"something of the user"
 
 
 def test_a_compressed_shard_that_unpacks_to_more_than_it_says_is_stopped(tmp_path: Path) -> None:
@@ -333,6 +387,17 @@ def test_shards_are_fetched_before_they_are_needed(tmp_path: Path, server: Serve
     assert len(server.requests) == before == 6
 
 
+def test_the_loader_has_shards_fetched_long_before_it_needs_them(tmp_path: Path, server: Server) -> None:
+    rows = random_tokens(5 * 40 * 64).reshape(5, 40, 64)
+    write_mds(server.folder / "data", [list(samples) for samples in rows])
+    asked = threading.Event()
+    server.faults = lambda name, earlier: asked.set() if name.endswith("00004.mds") else None
+    batches = Loader(stream(server, tmp_path / "cache"), 2, seed=1, shuffle=False, prefetch=1).batches()
+    next(batches)  # of the first shard
+    assert asked.wait(60)
+    batches.close()
+
+
 def test_announced_shards_do_not_push_out_those_in_use(tmp_path: Path, server: Server) -> None:
     write_mds(server.folder / "data", [[random_tokens(64, seed=i)] for i in range(6)])
     files = [wanted(path) for path in sorted((server.folder / "data").glob("*.mds"))]
@@ -412,8 +477,9 @@ def test_a_process_killed_in_a_download_blocks_nobody_and_leaves_nothing(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (cache / "shard.00000.mds").exists()
-    dataset = stream(server, cache)  # the next start
+    Cache(cache, Remote(f"{server.url}/data"))  # the next start
     assert leftovers(cache) == []
+    dataset = stream(server, cache)
     assert (all_tokens(dataset) == flatten(SHARDS)).all()
     assert leftovers(cache) == []
 
@@ -560,5 +626,71 @@ def test_a_wrong_key_and_a_missing_object_are_told_apart(
     with pytest.raises(DataError, match=r"s3://test/nowhere holds no index\.json"):
         open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote="s3://test/nowhere"), 16)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(DataError, match=r"is forbidden.*check the credentials"):
+    with pytest.raises(DataError, match=r"is forbidden.*credentials come from the environment"):
         open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote="s3://test/nowhere"), 16)
+
+
+AZURITE = shutil.which("azurite-blob")
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of an Azure blob server on loopback with a container `test`."""
+    if AZURITE is None:
+        pytest.skip("no Azure blob server here: npm install azurite, and its node_modules/.bin on the PATH")
+    folder, account, port = tmp_path_factory.mktemp("azurite"), "devstoreaccount1", free_ports()
+    key = base64.b64encode(bytes(range(64))).decode()
+    url = f"http://127.0.0.1:{port}/{account}"
+    command = [AZURITE, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
+    command += ["--disableTelemetry", "--skipApiVersionCheck"]
+    with (folder / "log").open("wb") as log:
+        environment = {**os.environ, "AZURITE_ACCOUNTS": f"{account}:{key}"}
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
+        try:
+            make_container(url, account, key, process)
+            yield {
+                "AZURE_STORAGE_ACCOUNT_NAME": account, "AZURE_STORAGE_ACCOUNT_KEY": key, "AZURE_STORAGE_ENDPOINT": url,
+            }  # fmt: skip
+        finally:
+            process.kill()
+            process.wait()
+            shutil.rmtree(folder)
+
+
+def make_container(url: str, account: str, key: str, process: subprocess.Popen) -> None:
+    """A signed request, since the client cannot make containers."""
+    date = email.utils.formatdate(usegmt=True)
+    version = "2021-08-06"
+    text = f"PUT{12 * chr(10)}x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/test\nrestype:container"
+    signature = base64.b64encode(hmac.digest(base64.b64decode(key), text.encode(), "sha256")).decode()
+    headers = {"x-ms-date": date, "x-ms-version": version, "Content-Length": "0"}
+    headers["Authorization"] = f"SharedKey {account}:{signature}"
+    request = urllib.request.Request(f"{url}/test?restype=container", method="PUT", headers=headers)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            urllib.request.urlopen(request).close()
+            return
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail("the Azure blob server did not start")
+
+
+def test_data_in_azure_reads_as_local_data_does(
+    tmp_path: Path, azure: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in azure.items():
+        monkeypatch.setenv(name, value)
+    store = obstore.store.from_url("az://test/data", client_options={"allow_http": True})
+    folder = write_mds(tmp_path / "local", SHARDS, compression="zstd")
+    for path in folder.iterdir():
+        obstore.put(store, f"train/{path.name}", path.read_bytes())
+    source = SourceConfig(path=str(tmp_path / "cache"), remote="az://test/data", split="train")
+    assert (all_tokens(open_dataset(source, 16)) == flatten(SHARDS)).all()
+    with pytest.raises(DataError, match="no split 'val'; it has train"):
+        open_dataset(source.model_copy(update={"split": "val"}), 16)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())
+    with pytest.raises(DataError, match="is forbidden"):
+        open_dataset(source, 16)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -157,8 +159,28 @@ def test_the_tokenizer_is_found_beside_the_splits_or_in_them(tmp_path: Path) -> 
         assert open_at(folder).tokenizer_folder == place
 
 
+def test_samples_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    dataset = open_at(write_mds(tmp_path / "data", [[random_tokens(33)]]))
+    for wrong in (-1, dataset.samples):
+        with pytest.raises(IndexError):
+            dataset.gather(np.array([0, wrong]))
+
+
+def test_shards_without_samples_are_passed_over(tmp_path: Path) -> None:
+    shards = random_shards()
+    full = [shards[0], [], shards[1], [], [], shards[2], []]
+    folder = write_mds(tmp_path / "data", full)
+    tokens, _ = open_at(folder, 5).gather(np.arange(len(flatten(shards)) // 5 - 1))
+    assert (tokens.ravel() == flatten(shards)[: tokens.size]).all()
+
+
+def test_reading_never_waits_for_torch() -> None:
+    program = "import sys, ingot.data.loader, ingot.data.mixture; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
 def test_more_shards_than_may_be_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingot.data.dataset.OPEN_SHARDS", 2)
+    monkeypatch.setattr("ingot.data.windows.OPEN_SHARDS", 2)
     shards = random_shards(shards=9)
     dataset = open_at(write_mds(tmp_path / "data", shards), 4)
     ids = np.random.default_rng(0).permutation(dataset.samples - 1)

@@ -150,6 +150,15 @@ def test_an_index_that_is_not_json_is_refused(tmp_path: Path) -> None:
         open_dataset(SourceConfig(path=str(tmp_path)), 16)
 
 
+def test_a_sample_encoded_unlike_its_neighbours_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    """Two tokens of four bytes take the place of four of two: only the head of the sample tells."""
+    samples = [np.arange(4, dtype=np.uint16), np.arange(2, dtype=np.uint32), np.arange(4, dtype=np.uint16)]
+    dataset = open_dataset(SourceConfig(path=str(write_mds(tmp_path / "data", [samples], "ndarray"))), 2)
+    assert dataset.gather(np.array([0]))[0].tolist() == [[0, 1]]
+    with pytest.raises(DataError, match="sample 1 is not encoded as the samples before it"):
+        dataset.gather(np.array([2]))
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_no_damaged_byte_crashes_or_reads_beyond_the_shard(tmp_path: Path, equal: bool) -> None:
     """Each byte before the tokens of a small shard is changed in turn: an error or some tokens, never a crash."""

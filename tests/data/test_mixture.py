@@ -11,6 +11,7 @@ from ingot.data.config import SourceConfig
 from ingot.data.dataset import open_dataset
 from ingot.data.loader import Loader
 from ingot.data.mixture import BLOCK, SOURCE_SHIFT, Mixture
+from ingot.errors import DataError
 
 
 def open_mix(tmp_path: Path, **weights: float | None) -> Mixture:
@@ -33,8 +34,8 @@ def test_each_block_has_exactly_the_shares(tmp_path: Path) -> None:
     mixture = open_mix(tmp_path, web=5, books=3, code=2)
     order = mixture.order(1, True)
     for block in (0, 7, 10**6):
-        counts = mixture.samples_by_source(order.take(np.arange(block * BLOCK, (block + 1) * BLOCK)))
-        assert counts == {"books": 4915, "code": 3277, "web": 8192}
+        drawn = by_source(mixture, order.take(np.arange(block * BLOCK, (block + 1) * BLOCK)))
+        assert {name: len(ids) for name, ids in drawn.items()} == {"books": 4915, "code": 3277, "web": 8192}
 
 
 def test_sources_are_mixed_finely(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_gathered_samples_are_those_of_the_sources(tmp_path: Path) -> None:
 def test_changed_shares_repeat_and_skip_no_sample(tmp_path: Path, position: int, after: dict[str, float]) -> None:
     before = open_mix(tmp_path, web=2, books=1)
     first = by_source(before, before.order(1, True).take(np.arange(position)))
-    saved = json.loads(json.dumps(before.stage.saved(), sort_keys=True))  # through a checkpoint
+    saved = json.loads(json.dumps(before.state(), sort_keys=True))  # through a checkpoint
     mixture = open_mix(tmp_path, **after)
     mixture.resume(saved, position)
     second = by_source(mixture, mixture.order(1, True).take(np.arange(position, position + 3 * BLOCK)))
@@ -103,9 +104,9 @@ def test_changed_shares_repeat_and_skip_no_sample(tmp_path: Path, position: int,
 def test_a_source_that_left_and_returns_reads_on(tmp_path: Path) -> None:
     one = open_mix(tmp_path, web=1, books=1)
     two = open_mix(tmp_path, web=1)
-    two.resume(one.stage.saved(), 1000)
+    two.resume(one.state(), 1000)
     three = open_mix(tmp_path, web=1, books=1)
-    three.resume(two.stage.saved(), 3000)
+    three.resume(two.state(), 3000)
     assert three.stage.taken["books"] == one.stage.taken_at(1000)["books"]
     assert three.stage.taken["web"] == one.stage.taken_at(1000)["web"] + 2000
 
@@ -113,9 +114,18 @@ def test_a_source_that_left_and_returns_reads_on(tmp_path: Path) -> None:
 def test_unchanged_shares_resume_to_the_very_same_order(tmp_path: Path) -> None:
     one = open_mix(tmp_path, web=2, books=1)
     two = open_mix(tmp_path, web=4, books=2)
-    two.resume(json.loads(json.dumps(one.stage.saved())), 5000)
+    two.resume(json.loads(json.dumps(one.state())), 5000)
     positions = np.arange(5000, 9000)
     assert (one.order(1, True).take(positions) == two.order(1, True).take(positions)).all()
+
+
+def test_other_data_under_the_name_of_a_source_is_refused(tmp_path: Path) -> None:
+    state = open_mix(tmp_path, web=1, books=1).state()
+    state["sources"]["books"] = "another"
+    with pytest.raises(DataError, match="the training data books is not what the checkpoint was trained on"):
+        open_mix(tmp_path, web=1, books=1).resume(state, 5)
+    with pytest.raises(DataError, match="is not what the checkpoint was trained on"):
+        open_mix(tmp_path, web=1, books=1).resume({"fingerprint": "of a single data set"}, 5)
 
 
 def test_tiny_weights_still_get_a_sample(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ CONFIG = ModelConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=11, max_seq_l
 
 def make(name: str, **values: object) -> tuple[GPT, Optimizer]:
     model = build_model(CONFIG, 1, torch.device("cpu"))
-    return model, Optimizer(validate(OptimizerConfig, {"name": name, **values}), model)
+    return model, Optimizer(
+        validate(OptimizerConfig, {"name": name, **values}), {p: n for n, p in model.named_parameters()}
+    )
 
 
 def set_gradients(model: GPT, step: int) -> None:
@@ -117,7 +119,8 @@ def test_state_moved_to_another_optimizer_continues_bit_for_bit(name: str) -> No
         optimizer.step()
     twin, other = make(name, lr=0.01, weight_decay=0.1)
     twin.load_state_dict(model.state_dict())
-    other.load_state_tensors({n: t.clone() for n, t in optimizer.state_tensors().items()})
+    state = [(n, t.clone()) for n, t in optimizer.state_tensors().items()]
+    other.load_state_tensors(state, optimizer.names.values())
     for m, o in ((model, optimizer), (twin, other)):
         set_gradients(m, 9)
         o.step()

@@ -196,7 +196,7 @@ def test_what_would_make_it_another_run_is_refused_and_nothing_is_touched(
 
 
 def test_other_data_is_refused(data: Path, whole: Path) -> None:
-    with pytest.raises(DataError, match="the training data is not what"):
+    with pytest.raises(DataError, match=r"the training data .* is not what the checkpoint was trained on"):
         run(data, whole, "max_duration=40ba", "data.train.split=val")
 
 
@@ -229,3 +229,26 @@ def test_a_full_disk_costs_a_save_but_not_the_run_and_fails_at_the_end(
     assert done.stderr.startswith("error: cannot save a checkpoint in") and "Traceback" not in done.stderr
     assert len(read_rows(folder)) == 12
     assert not os.listdir(folder / "checkpoints")
+
+
+def test_a_mixture_continues_exactly_and_its_sources_are_counted(data: Path, tmp_path: Path) -> None:
+    mix = [f"data.train.mix.one={{path: {data}, split: train, weight: 3}}",
+           f"data.train.mix.two={{path: {data}, split: val, weight: 1}}"]  # fmt: skip
+
+    def mixed(folder: Path, *more: str) -> Path:
+        train(
+            load_config(RunConfig, [*TINY, "scheduler.name=constant_with_warmup", *mix, f"save_folder={folder}", *more])
+        )
+        return folder
+
+    whole = mixed(tmp_path / "whole")
+    cut = mixed(tmp_path / "cut", "max_duration=5ba")
+    mixed(cut)
+    assert_same_end(cut, whole, step=12, evals=False)
+    last = read_rows(whole)[-1]
+    assert last["time/token/one"] + last["time/token/two"] == last["time/token"]
+    assert last["time/token/one"] / last["time/token"] == pytest.approx(0.75, abs=0.1)
+
+    grown = mixed(cut, "max_duration=20ba", f"data.train.mix.three={{path: {data}, split: train, weight: 4}}")
+    later = read_rows(grown)[-1]
+    assert later["time/token/three"] > 0 and later["time/token/one"] > last["time/token/one"]

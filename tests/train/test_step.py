@@ -20,8 +20,8 @@ def make_step(micro: int, **values: object) -> TrainStep:
     base = {"model": model, "max_seq_len": 24, "data": "x", "global_train_batch_size": 8, "precision": "fp32"}
     config = validate(RunConfig, base | values)
     gpt = build_model(config.model, 1, CPU)
-    gpt.recompute_blocks = config.activation_checkpointing
-    return TrainStep(config, gpt, Optimizer(config.optimizer, gpt), CPU, micro)
+    gpt.recompute = config.recompute
+    return TrainStep(config, gpt, Optimizer(config.optimizer, {p: n for n, p in gpt.named_parameters()}), CPU, micro)
 
 
 def make_batch(uneven: bool) -> Batch:

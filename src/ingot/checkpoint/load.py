@@ -1,8 +1,10 @@
 """From a path to a model: a run folder, a checkpoint, or a Hugging Face folder."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ingot.checkpoint.hf import TensorReader, read_hf
 from ingot.checkpoint.manifest import Manifest
@@ -11,6 +13,7 @@ from ingot.config.load import validate
 from ingot.errors import CheckpointError, ConfigError
 from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
+from ingot.parallel.weights import fill
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
@@ -41,17 +44,23 @@ def model_config(manifest: Manifest) -> ModelConfig:
 
 def fill_model(model: GPT, tensors: TensorReader, source: str) -> None:
     """Copy weights into a model; every parameter must be there with its shape."""
-    parameters = dict(model.named_parameters())
-    names = set(tensors.names())
-    if missing := sorted(parameters.keys() - names):
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    fill_parameters(names, list(names.values()), tensors, source)
+
+
+def fill_parameters(
+    parameters: dict[Tensor, str], model_names: Iterable[str], tensors: TensorReader, source: str
+) -> None:
+    """Copy weights into the parameters of this process, which may be a part of the model that has `model_names`."""
+    known, found = set(model_names), set(tensors.names())
+    if missing := sorted(known - found):
         raise CheckpointError(f"{source} has no weight {missing[0]}: it is of another model")
-    if extra := sorted(names - parameters.keys()):
+    if extra := sorted(found - known):
         raise CheckpointError(f"{source} has a weight {extra[0]} that this model lacks: it is of another model")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            tensor = tensors.get(name)
-            if tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"{source}: {name} is {list(tensor.shape)}, this model has {list(parameter.shape)}: another shape"
-                )
-            parameter.copy_(tensor)
+    for parameter, name in parameters.items():
+        tensor = tensors.get(name)
+        if tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"{source}: {name} is {list(tensor.shape)}, this model has {list(parameter.shape)}: another shape"
+            )
+        fill(parameter, tensor)

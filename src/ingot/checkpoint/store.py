@@ -119,10 +119,10 @@ def load_tensors(manifest: Manifest, name: str) -> dict[str, Tensor]:
 
 
 class CheckpointTensors:
-    """The weights of a checkpoint, read one at a time."""
+    """The tensors of one file of a checkpoint, read one at a time."""
 
-    def __init__(self, manifest: Manifest):
-        self.path = manifest.path(MODEL)
+    def __init__(self, manifest: Manifest, file: str = MODEL):
+        self.path = manifest.path(file)
         try:
             self._file = safe_open(self.path, framework="pt")
         except (SafetensorError, OSError) as error:

@@ -4,8 +4,9 @@ import json
 from typing import Annotated
 
 import typer
+import yaml
 
-from ingot.config.load import load_config, to_yaml
+from ingot.config.load import Origins, load_config, to_yaml, translate, validate
 from ingot.train.config import RunConfig
 
 config_app = typer.Typer(help="Look at configs.", no_args_is_help=True)
@@ -26,6 +27,26 @@ def show(
 ) -> None:
     """Check a config and print it with every default filled in.
 
-    Example: ingot config show mpt-125m model.d_model=512
+    Example: ingot config show mpt-125m model.n_layers=6
     """
     print(to_yaml(load_config(RunConfig, arguments)), end="")
+
+
+@config_app.command("convert")
+def convert(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="FILES [KEY=VALUE]...", help="Files of another stack, overrides in its keys.")
+    ],
+    dialect: Annotated[str | None, typer.Option(help="foundry, neox or megatron. Default: seen from the keys.")] = None,
+) -> None:
+    """Print another stack's run description as a native recipe, with what became of each of its keys.
+
+    Example: ingot config convert configs/pythia/1-4B.yml configs/local_setup.yml > 1-4B.yaml
+    """
+    translation = translate(RunConfig, arguments, dialect)
+    values = {key: translation.values[key] for key in RunConfig.model_fields if key in translation.values}
+    print(yaml.safe_dump(values, sort_keys=False), end="")
+    print(f"\n# What became of each key of {translation.dialect.title}:")
+    print("\n".join(translation.comments()))
+    translation.check()
+    validate(RunConfig, translation.values, Origins(translation.origins))

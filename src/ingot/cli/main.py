@@ -13,10 +13,11 @@ from ingot.cli.eval import evaluate
 from ingot.cli.export import export
 from ingot.cli.generate import generate
 from ingot.cli.import_ import import_
-from ingot.cli.prepare import prepare
+from ingot.cli.prepare import PrepareCommand, prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.train import train
 from ingot.errors import EXIT_FAULT, IngotError
+from ingot.launch.failure import record_failure
 
 app = typer.Typer(
     name="ingot",
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 
 
-app.command("prepare")(prepare)
+app.command("prepare", cls=PrepareCommand)(prepare)
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
@@ -48,6 +49,8 @@ def main() -> None:
     arguments = [a for a in arguments if a != "--debug"]
     try:
         code = app(arguments, prog_name="ingot", standalone_mode=False)
+        if code == 130:  # how typer gives back Ctrl-C
+            raise KeyboardInterrupt
     except IngotError as error:
         code = _fail(f"error: {error}", error.exit_code, debug)
     except (KeyboardInterrupt, typer.Abort):
@@ -65,6 +68,9 @@ def main() -> None:
 
 def _fail(message: str, code: int, debug: bool) -> int:
     print(message, file=sys.stderr)
+    error = sys.exc_info()[1]
+    if record_failure(message.removeprefix("error: "), code, getattr(error, "fits", None)):
+        traceback.print_exc()  # standard error is this process's log; the launcher prints the sentence
     if debug:
         path = Path("ingot-debug.log")
         path.write_text(traceback.format_exc(), encoding="utf-8")

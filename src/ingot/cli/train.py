@@ -1,10 +1,16 @@
 """`ingot train`"""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ingot.config.load import load_config
+from ingot.errors import ConfigError
+from ingot.launch.local import find_node, run_processes
+from ingot.parallel.config import choose_layout
+from ingot.parallel.place import find_place
 from ingot.train.config import RunConfig
 
 
@@ -13,13 +19,54 @@ def train(
         list[str], typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="Recipe, config files, overrides.")
     ],
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing the run.")] = False,
+    dialect: Annotated[
+        str | None, typer.Option(help="Whose keys the files have: foundry, neox, megatron. Default: seen from them.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "-n", help="Processes on this machine. Default: one per GPU.")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option("--world_size", help="Processes on all machines.")] = None,
+    node_rank: Annotated[int | None, typer.Option("--node_rank", help="Number of this machine, from 0.")] = None,
+    master_addr: Annotated[str | None, typer.Option("--master_addr", help="Address of machine 0.")] = None,
+    master_port: Annotated[int | None, typer.Option("--master_port", help="A free port of machine 0.")] = None,
 ) -> None:
     """Train a model. The same command again continues an interrupted run.
 
+    Under torchrun or srun it joins the processes that it finds; alone, it starts one per GPU, or --nproc.
+
     Example: ingot train mpt-125m data=./my-copy-c4 max_duration=4800ba save_folder=runs/first
+
+    Example: ingot train mpt-1b data=./my-copy-c4 --nproc 8 parallel.tensor=2
     """
-    config = load_config(RunConfig, arguments)
+    config = load_config(RunConfig, arguments, dialect=dialect)
+    place = find_place()
+    if place.world > 1 and (nproc or world_size):
+        raise ConfigError(f"a launcher has already started {place.world} processes; leave out --nproc and --world_size")
+    if place.world == 1:
+        node = find_node(nproc, world_size, node_rank, master_addr, master_port, lambda: _devices(config))
+        batch = config.global_train_batch_size
+        choose_layout(config.parallel, node.world, config.model, config.max_seq_len, batch)
+        if node.world > 1:
+            options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
+            command = ["train", *options, "--", *arguments]
+            logs = Path(config.run_folder) / "logs"
+            sys.exit(run_processes(command, node, logs, lambda size: _fitting(size, batch)))
     from ingot.report.run import train as run
 
     result = run(config, fresh)
-    print(f"run folder: {result.folder}")
+    if place.rank == 0:
+        print(f"run folder: {result.folder}")
+
+
+def _devices(config: RunConfig) -> int:
+    """One process per GPU; on a CPU one process uses all cores."""
+    if config.device == "cpu" or not Path("/dev/nvidia1").exists():  # torch loads late if it cannot matter
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _fitting(size: int, batch: int) -> int:
+    """The largest microbatch up to a size that divides the global batch."""
+    return next(n for n in range(min(size, batch), 0, -1) if batch % n == 0)

@@ -2,6 +2,8 @@
 
 OmegaConf reads, merges and interpolates; pydantic validates. What neither gives is *where* a wrong value came from:
 the line of each key is kept from the YAML parser, so that an error names file, line, key, value and the closest key.
+
+Files of other stacks are recognised by their keys and translated (`dialects`); overrides are then in their vocabulary.
 """
 
 import json
@@ -15,11 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from ingot.config.arguments import read_script, read_words
+from ingot.config.dialects import DIALECTS
+from ingot.config.dialects.table import Dialect, Translation, flatten
 from ingot.config.recipes import find_recipe
-from ingot.config.schema import closest_key
+from ingot.config.schema import closest_key, known_keys
 from ingot.errors import ConfigError
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: a restart with less memory adds it
 
 
 @dataclass
@@ -38,26 +45,38 @@ class Origins:
         return self.places.get(key, "")
 
 
-def load_config(schema: type[SchemaT], arguments: Sequence[str], base: dict[str, Any] | None = None) -> SchemaT:
+def load_config(
+    schema: type[SchemaT], arguments: Sequence[str], base: dict[str, Any] | None = None, dialect: str | None = None
+) -> SchemaT:
     """Build a config from what stands on the command line: recipes, files and `key=value` overrides, in order.
 
-    `base` is what they are merged onto, such as the config of an earlier run.
+    `base` is what they are merged onto, such as the config of an earlier run; `dialect` says whose vocabulary the files
+    have, which is otherwise seen from their keys.
     """
-    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
-    sources = [a for a in arguments if a not in overrides]
-    origins = Origins()
-    merged = OmegaConf.create(base or {})
-    default_name = None
-    for source in sources:
-        path = find_recipe(source)
-        default_name = default_name or path.stem
-        merged = _merge(merged, _expand(_read_yaml(path, origins), schema), str(path))
-    for override in overrides:
-        merged = _merge(merged, _expand(_read_override(override, origins), schema), f"command line: {override}")
-    values = _resolve(merged, origins)
-    if "name" in schema.model_fields and default_name is not None:
-        values.setdefault("name", default_name)
+    command = _read_command(schema, arguments, dialect)
+    if command.dialect is not None:
+        translation = _translate(schema, command)
+        translation.check()
+        origins, values = Origins(translation.origins), translation.values
+    else:
+        origins, merged = Origins(), OmegaConf.create(base or {})
+        for source in command.sources:
+            origins.record(source.places)
+            merged = _merge(merged, _expand(source.content, schema), str(source.path))
+        for override in command.overrides:
+            merged = _merge(merged, _expand(_read_override(override, origins), schema), f"command line: {override}")
+        values = _resolve(merged, origins)
+    if "name" in schema.model_fields and command.sources:
+        values.setdefault("name", command.sources[0].path.stem)
     return validate(schema, values, origins)
+
+
+def translate(schema: type[BaseModel], arguments: Sequence[str], dialect: str | None = None) -> Translation:
+    """A run description in another stack's vocabulary as ours, with what became of each of its keys."""
+    command = _read_command(schema, arguments, dialect)
+    if command.dialect is None:
+        raise ConfigError("this is a native config already; `ingot config show` prints it with every default")
+    return _translate(schema, command)
 
 
 def validate(schema: type[SchemaT], values: dict[str, Any], origins: Origins | None = None) -> SchemaT:
@@ -76,11 +95,125 @@ def to_yaml(config: BaseModel, header: str = "") -> str:
     return header + yaml.safe_dump(values, sort_keys=False)
 
 
+@dataclass
+class Source:
+    """One file: its keys and values, and where each key stands."""
+
+    path: Path
+    content: DictConfig
+    places: dict[str, str]
+
+
+@dataclass
+class Command:
+    """A command line, sorted: files, overrides, Megatron's own arguments, and whose vocabulary all of them have."""
+
+    sources: list[Source]
+    overrides: list[str]
+    words: list[str]
+    dialect: Dialect | None
+
+
+def _read_command(schema: type[BaseModel], arguments: Sequence[str], dialect: str | None) -> Command:
+    if dialect is not None and dialect not in DIALECTS:
+        raise ConfigError(f"there is no dialect {dialect}; there are {', '.join(DIALECTS)}")
+    restart = [a for a in arguments if a.startswith(MICROBATCH)]
+    arguments = [a for a in arguments if a not in restart]
+    start = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    words = list(arguments[start:])
+    overrides = [a for a in arguments[:start] if "=" in a and not Path(a).is_file()] + restart
+    sources = [_read_source(find_recipe(a)) for a in arguments[:start] if a not in overrides]
+    spoken = dialect or ("megatron" if words else _detect(sources, frozenset(known_keys(schema))))
+    return Command(sources, overrides, words, DIALECTS.get(spoken))
+
+
+def _detect(sources: list[Source], native: frozenset[str]) -> str:
+    """Whose vocabulary the files have: that with the most known keys in each; native where it does not matter."""
+    possible: dict[str, list[str]] = {}
+    for source in sources:
+        content = OmegaConf.to_container(source.content)
+        assert isinstance(content, dict)
+        keys = [key.removeprefix("--").replace("-", "_") for key in flatten(content)]
+        scores = {"native": sum(key in native or key.split(".")[0] == "data" for key in keys)}
+        scores |= {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
+        if source.path.suffix in SCRIPTS:
+            scores = {"megatron": 1}
+        if keys and not any(scores.values()):
+            raise ConfigError(
+                f"{source.path}: none of its keys ({', '.join(keys[:4])}) is known; it is no run description of ingot, "
+                f"{', '.join(d.title for d in DIALECTS.values())}"
+            )
+        best = max(scores.values())
+        possible[str(source.path)] = [name for name, score in scores.items() if score == best]
+    common = [name for name in ("native", *DIALECTS) if all(name in names for names in possible.values())]
+    if not common:
+        named = "; ".join(f"{path} is {' or '.join(names)}" for path, names in possible.items())
+        raise ConfigError(f"the files are of different vocabularies: {named}; give files of one")
+    return common[0]
+
+
+def _translate(schema: type[BaseModel], command: Command) -> Translation:
+    dialect = command.dialect
+    assert dialect is not None
+    merged, places = OmegaConf.create({}), dict[str, str]()
+    for source in command.sources:
+        content, lines = source.content, source.places
+        if dialect.name != "foundry":
+            content, lines = _underscored(source)
+        if dialect.name == "neox":
+            for key in (str(key) for key in content if key in merged):
+                raise ConfigError(f"{lines[key]}: {key} is already set at {places[key]}; NeoX files may not overlap")
+        merged = _merge(merged, content, str(source.path))
+        places |= lines
+    if command.words:
+        given, lines = read_words([(word, "command line") for word in command.words])
+        merged, places = _merge(merged, OmegaConf.create(given), "command line"), places | lines
+    origins = Origins(places)
+    for override in (o for o in command.overrides if not o.startswith(MICROBATCH)):
+        key, _, value = override.partition("=")
+        key = key.lstrip("-").replace("-", "_") if dialect.name != "foundry" else key
+        merged = _merge(merged, _read_override(f"{key}={value}", origins), f"command line: {override}")
+    given = flatten(_resolve(merged, origins))
+    others = tuple(other for other in DIALECTS.values() if other is not dialect)
+    where = {key: origins.of(key) for key in given}
+    translation = Translation(dialect, given, where, frozenset(known_keys(schema)), others).run()
+    for override in (o for o in command.overrides if o.startswith(MICROBATCH)):
+        translation.put(MICROBATCH[:-1], _read_override(override, origins)[MICROBATCH[:-1]])
+    return translation
+
+
+def _underscored(source: Source) -> tuple[DictConfig, dict[str, str]]:
+    """NeoX and Megatron take hyphens for underscores."""
+    lines: dict[str, str] = {}
+    content: dict[str, Any] = {}
+    for key, value in source.content.items():
+        name = str(key).removeprefix("--").replace("-", "_")
+        if name in content:
+            raise ConfigError(f"{source.places[str(key)]}: {name} is already set at {lines[name]}")
+        content[name] = value
+        lines |= {k.replace(str(key), name, 1): v for k, v in source.places.items() if k.split(".")[0] == key}
+    return OmegaConf.create(content), lines
+
+
+def _read_source(path: Path) -> Source:
+    places = Origins()
+    if path.suffix in SCRIPTS:
+        given, lines = read_words(read_script(path))
+        return Source(path, OmegaConf.create(given), lines)
+    content = _read_yaml(path, places)
+    return Source(path, content, places.places)
+
+
 def _read_yaml(path: Path, origins: Origins) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            json.loads(text)
+            text = text.expandtabs(1)  # JSON may be indented with tabs, YAML may not
         node = yaml.compose(text)
         content = OmegaConf.create(text) if node is not None else OmegaConf.create({})
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None

@@ -17,7 +17,6 @@ import hashlib
 import io
 import json
 import os
-import random
 import threading
 import weakref
 import zlib
@@ -33,13 +32,10 @@ import xxhash
 import zstandard
 
 from ingot.data.mds import ShardFile
+from ingot.data.remote import CHUNK, Again, NotThere, Remote, first_line
 from ingot.errors import DataError, DiskError, IngotError
 
 THREADS = 8  # downloads at a time
-CHUNK = 1 << 22
-READ_TIMEOUT = "30s"  # of silence; the total time of a request is not limited, since shards may be large
-RETRIES = 8
-BACKOFF_SECONDS = (0.25, 20.0)  # first and longest pause; the actual one is a random part of it
 OPEN_ATTEMPTS = 20
 POLL_SECONDS = 0.02  # how often to look whether another process has finished
 
@@ -60,101 +56,6 @@ class Wanted:
     source: ShardFile  # the target itself, or its compressed form
     compression: str | None = None
     begin: int | None = None  # the target is the part of the source from this byte on
-
-
-class NotThere(Exception):
-    """The remote has no such file."""
-
-
-class Forbidden(DataError):
-    """The remote refuses; some do so for files that do not exist."""
-
-
-class _Again(Exception):
-    """A failure that may not happen a second time."""
-
-
-class Remote:
-    """A folder, or an object store by URL (s3://, gs://, az://, http://, https://)."""
-
-    def __init__(self, url: str, retries: int = RETRIES, backoff: tuple[float, float] = BACKOFF_SECONDS):
-        self.url = url.rstrip("/")
-        self._folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
-        self._store: Any = None if self._folder else _open_store(self.url)
-        self._retries, self._backoff = (1 if self._folder else retries), backoff
-
-    def read(self, name: str) -> bytes | None:
-        """A small file, whole; None if it is not there."""
-        try:
-            return self.retry(name, lambda: b"".join(self.stream(name)))
-        except NotThere:
-            return None
-
-    def stream(self, name: str, begin: int | None = None, count: int = 0) -> Iterator[bytes]:
-        """The bytes of a file, or of its part, in chunks. Failures worth a second try raise _Again."""
-        if self._folder is not None:
-            yield from self._stream_file(self._folder / name, begin, count)
-            return
-        import obstore
-
-        options: Any = None if begin is None else {"range": (begin, begin + count)}
-        opened = self._answer(name, lambda: obstore.get(self._store, name, options=options))
-        chunks = iter(opened.stream(min_chunk_size=CHUNK))
-        while chunk := self._answer(name, lambda: next(chunks, b"")):
-            yield chunk
-
-    def _stream_file(self, path: Path, begin: int | None, count: int) -> Iterator[bytes]:
-        try:
-            with path.open("rb") as file:
-                file.seek(begin or 0)
-                left = count if begin is not None else path.stat().st_size
-                while left > 0 and (chunk := file.read(min(CHUNK, left))):
-                    left -= len(chunk)
-                    yield chunk
-        except FileNotFoundError:
-            raise NotThere(path.name) from None
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from None
-
-    def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it is not there."""
-        if self._folder is not None:
-            path = self._folder / name
-            return path.stat().st_size if path.is_file() else None
-        import obstore
-
-        try:
-            return self.retry(name, lambda: self._answer(name, lambda: int(obstore.head(self._store, name)["size"])))
-        except NotThere:
-            return None
-
-    def _answer(self, name: str, action: Callable[[], T]) -> T:
-        """What a store answers, its failures sorted into hopeless ones and those worth a second try."""
-        from obstore import exceptions as obs
-
-        try:
-            return action()
-        except (obs.NotFoundError, FileNotFoundError):
-            raise NotThere(name) from None
-        except (obs.PermissionDeniedError, obs.UnauthenticatedError) as error:
-            raise Forbidden(
-                f"{self.url}/{name} is forbidden: {_first_line(error)}; check the credentials in the environment"
-            ) from None
-        except (obs.BaseError, OSError) as error:
-            raise _Again(_first_line(error)) from None
-
-    def retry(self, name: str, action: Callable[[], T], stop: threading.Event | None = None) -> T:
-        """Do it until it works, with growing random pauses: many clients that failed together must not return so."""
-        first, longest = self._backoff
-        for attempt in range(self._retries + 1):
-            try:
-                return action()
-            except _Again as error:
-                reason = str(error)
-            pause = random.uniform(0, min(longest, first * 2**attempt))
-            if attempt < self._retries and (stop or threading.Event()).wait(pause):
-                break
-        raise DataError(f"{self.url}/{name} could not be fetched in {attempt + 1} attempts: {reason}")
 
 
 class Cache:
@@ -236,6 +137,9 @@ class Cache:
         name = wanted.target.basename
         try:
             if path.exists():
+                found = path.stat().st_size
+                if found != wanted.target.bytes:
+                    raise DataError(f"{path} has {found:,} bytes where {wanted.target.bytes:,} are right; delete it")
                 with suppress(FileNotFoundError):
                     os.utime(self._own(name))  # the time of last use
                 return True
@@ -305,11 +209,11 @@ class Cache:
         for chunk in chunks:
             written += len(chunk)
             if written > target.bytes:
-                raise _Again(f"it has more than the {target.bytes:,} bytes of the index")
+                raise Again(f"it has more than the {target.bytes:,} bytes of the index")
             file.write(chunk)
             raw.update(chunk)
         if written != target.bytes:
-            raise _Again(f"it has {written:,} bytes where the index says {target.bytes:,}")
+            raise Again(f"it has {written:,} bytes where the index says {target.bytes:,}")
         raw.check()
 
     def _checked(self, digests: "_Digests", chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
@@ -321,7 +225,7 @@ class Cache:
             digests.update(chunk)
             yield chunk
         if seen != size:
-            raise _Again(f"{seen:,} bytes came where the index says {size:,}")
+            raise Again(f"{seen:,} bytes came where the index says {size:,}")
         digests.check()
 
     def _make_room(self, file: IO[bytes], need: int, may_evict_kept: bool) -> bool:
@@ -417,7 +321,7 @@ class _Digests:
     def check(self) -> None:
         for name, digest in self._running.items():
             if digest.hexdigest() != self._expected[name]:
-                raise _Again(f"its {name} is {digest.hexdigest()} where the index says {self._expected[name]}")
+                raise Again(f"its {name} is {digest.hexdigest()} where the index says {self._expected[name]}")
 
 
 def verify_file(path: Path, file: ShardFile) -> None:
@@ -425,14 +329,14 @@ def verify_file(path: Path, file: ShardFile) -> None:
     digests = _Digests(file.hashes)
     try:
         if path.stat().st_size != file.bytes:
-            raise _Again(f"it has {path.stat().st_size:,} bytes where the index says {file.bytes:,}")
+            raise Again(f"it has {path.stat().st_size:,} bytes where the index says {file.bytes:,}")
         with path.open("rb") as opened:
             while chunk := opened.read(CHUNK):
                 digests.update(chunk)
         digests.check()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; copy or prepare the data again") from None
-    except _Again as error:
+    except Again as error:
         raise DataError(f"{path} is damaged: {error}; copy or prepare the data again") from None
 
 
@@ -469,38 +373,12 @@ def _unpack(compression: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
         try:
             chunk = reader.read(CHUNK)
         except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-            raise _Again(f"it cannot be unpacked as {compression}: {_first_line(error)}") from None
+            raise Again(f"it cannot be unpacked as {compression}: {first_line(error)}") from None
         if not chunk:
             break
         yield chunk
     if any(chunks):
-        raise _Again(f"bytes follow its {compression} data")
-
-
-def _open_store(url: str) -> Any:
-    from obstore.store import from_url
-
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"))
-    plain = any(place.startswith("http://") for place in (url, *endpoints))
-    try:
-        return from_url(
-            url,
-            client_options={
-                "allow_http": plain,
-                "timeout": "1h",
-                "read_timeout": READ_TIMEOUT,
-                "connect_timeout": "10s",
-            },
-            retry_config={"max_retries": 0},  # retried here, where hashes and lengths are known too
-        )
-    except Exception as error:
-        raise DataError(
-            f"'{url}' cannot be opened ({_first_line(error)}); known are s3://, gs://, az://, http(s):// and folders"
-        ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise Again(f"bytes follow its {compression} data")
 
 
 def _disk_error(path: Path, error: OSError) -> DiskError:

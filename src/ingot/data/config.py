@@ -7,17 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ingot.config.schema import Section, impossible
 
-SIZE_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
+SIZE_UNITS = {u: 1000**i for i, u in enumerate(["", *"kmgt"])} | {f"{u}i": 1024**i for i, u in enumerate("kmgt", 1)}
 
 
 class PlaceConfig(Section):

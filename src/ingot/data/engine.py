@@ -6,72 +6,71 @@ made twice. Once at start-up: hostile probes must give equal ids, or the fast en
 document: one that holds a character outside the part of Unicode on which both agree goes to Hugging Face.
 """
 
-import json
+import functools
 import random
 import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from ingot.data.tokenizer import Tokenizer, is_byte_level
+from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
 
 _TABLE_END = 0x20000  # code points above are rare; of them only the old ideographs are left to the fast engine
 _IDEOGRAPHS = (0x20000, 0x2A6D6)
-_PLAIN_END = 0x250  # Latin with its extensions has stood since Unicode 1.1: no need to look it up
+_ASCII = bytes(range(128))
 _CHUNK_CHARS = 1 << 22  # longer documents are encoded in chunks, to bound memory
+_EXACT_CHARS = 1 << 20  # what Hugging Face is given at once
 
 
-@dataclass
 class Engine:
     """Encodes documents. `reason` says why it is this one."""
 
-    tokenizer: Tokenizer
-    name: str
-    reason: str
+    def __init__(self, tokenizer: Tokenizer, name: str, reason: str = ""):
+        self.tokenizer, self.name, self.reason = tokenizer, name, reason
+        self._fast: Any = _load_gigatoken(tokenizer) if name == "gigatoken" else None
+        self._known = _agreed_characters(tokenizer.backend.normalizer is not None) if self._fast else None
+        self._cuts_are_safe = tokenizer.is_byte_level
+        self.prefix, self.suffix = _document_frame(tokenizer)
 
-    def __post_init__(self) -> None:
-        self._fast = _load_gigatoken(self.tokenizer) if self.name == "gigatoken" else None
-        self._known = _agreed_characters(_normalizes(self.tokenizer)) if self._fast else None
-        self._cuts_are_safe = is_byte_level(json.loads(self.tokenizer.backend.to_str()))
-        self.prefix, self.suffix = _document_frame(self.tokenizer)
-
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, texts: list[str], encoded: list[bytes] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Ids of some documents back to back, uint32 [tokens], and the number of each, int64 [documents].
 
-        The frame (`prefix`, `suffix`) that the tokenizer puts around a document is left to the caller.
+        encoded: the same texts as UTF-8, where the caller has them. The frame (`prefix`, `suffix`) that the tokenizer
+        puts around a document is left to the caller.
         """
         if any(len(text) > _CHUNK_CHARS for text in texts):
             return self._encode_long(texts)
-        return self._encode_batch(texts)
+        return self._encode_batch(texts, encoded)
 
-    def _encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_batch(self, texts: list[str], encoded: list[bytes] | None = None) -> tuple[np.ndarray, np.ndarray]:
         if self._fast is None:
             return self._encode_exactly(texts)
-        foreign = self._foreign(texts)
+        encoded = [text.encode() for text in texts] if encoded is None else encoded
+        foreign = self._foreign(encoded)
         if not foreign:
-            return self._encode_fast(texts)
-        ids, lengths = self._encode_fast([t for i, t in enumerate(texts) if i not in foreign])
+            return self._encode_fast(encoded)
+        ids, lengths = self._encode_fast([e for i, e in enumerate(encoded) if i not in foreign])
         exact_ids, exact_lengths = self._encode_exactly([texts[i] for i in sorted(foreign)])
         return _interleave(ids, lengths, exact_ids, exact_lengths, sorted(foreign), len(texts))
 
-    def _encode_fast(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        if not texts:
+    def _encode_fast(self, encoded: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        if not encoded:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64)
-        assert self._fast is not None
-        layout = self._fast.encode_batch(list(texts), parallel=False).layout
+        layout = self._fast.encode_batch(encoded, parallel=False).layout
         offsets = np.asarray(layout.offsets)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
-    def _encode_exactly(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        encodings = self.tokenizer.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        lists = [encoding.ids for encoding in encodings]
-        lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
-        flat = np.fromiter((i for ids in lists for i in ids), dtype=np.uint32, count=int(lengths.sum()))
-        return flat, lengths
+    def _encode_exactly(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids: list[np.ndarray] = []
+        for batch in _batches(texts):  # what Hugging Face returns takes some 150 bytes per token
+            encodings = self.tokenizer.backend.encode_batch_fast(batch, add_special_tokens=False)
+            ids += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        lengths = np.array([len(i) for i in ids], dtype=np.int64)
+        return np.concatenate(ids) if ids else np.zeros(0, np.uint32), lengths
 
-    def _encode_long(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_long(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = [], []
         for text in texts:
             parts = [self._encode_batch([chunk])[0] for chunk in self._chunks(text)]
@@ -109,22 +108,21 @@ class Engine:
                     return at
         return None
 
-    def _foreign(self, texts: Sequence[str]) -> set[int]:
+    def _foreign(self, encoded: list[bytes]) -> set[int]:
         """Which documents hold a character on which the engines may not agree."""
-        suspects = [i for i, text in enumerate(texts) if not text.isascii()]
-        if not suspects or not self._has_foreign("".join([texts[i] for i in suspects])):
+        if not self._has_foreign(b"".join(encoded)):
             return set()
-        return {i for i in suspects if self._has_foreign(texts[i])}
+        return {i for i, text in enumerate(encoded) if self._has_foreign(text)}
 
-    def _has_foreign(self, text: str) -> bool:
+    def _has_foreign(self, encoded: bytes) -> bool:
+        rest = encoded.translate(None, _ASCII)  # what is left is still valid UTF-8, and mostly little
+        if not rest:
+            return False
+        points = np.frombuffer(rest.decode().encode("utf-32-le"), dtype=np.uint32)  # [characters]
         assert self._known is not None
-        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)  # [characters]
-        points = points[points >= _PLAIN_END]
-        low = points[points < _TABLE_END]
-        if not self._known[low].all():
-            return True
         high = points[points >= _TABLE_END]
-        return bool(((high < _IDEOGRAPHS[0]) | (high > _IDEOGRAPHS[1])).any())
+        unknown = not self._known[points[points < _TABLE_END]].all()
+        return unknown or bool(((high < _IDEOGRAPHS[0]) | (high > _IDEOGRAPHS[1])).any())
 
 
 def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
@@ -133,29 +131,29 @@ def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
         return Engine(tokenizer, "hf", "asked for")
     if wanted not in ("auto", "gigatoken"):
         raise DataError(f"engine={wanted}: known are auto, gigatoken and hf")
-    reason = _why_not_fast(tokenizer)
-    if reason is None:
-        return Engine(tokenizer, "gigatoken", "same ids as Hugging Face on all probes")
+    fast, reason = _try_fast(tokenizer)
+    if fast:
+        return fast
     if wanted == "gigatoken":
         raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
     return Engine(tokenizer, "hf", reason)
 
 
-def _why_not_fast(tokenizer: Tokenizer) -> str | None:
+def _try_fast(tokenizer: Tokenizer) -> tuple[Engine | None, str]:
+    """The fast engine, if it can be trusted with this tokenizer, or why not."""
     try:
-        engine = Engine(tokenizer, "gigatoken", "")
+        engine = Engine(tokenizer, "gigatoken", "same ids as Hugging Face on all probes")
     except ImportError:
-        return "gigatoken is not installed: pip install gigatoken"
+        return None, "gigatoken is not installed: pip install gigatoken"
     except Exception as error:  # a tokenizer that it does not support
-        return f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
-    probes = hostile_texts(tokenizer, count=1500, seed=0)
-    exact = Engine(tokenizer, "hf", "")
+        return None, f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
+    probes = hostile_texts(tokenizer, count=1000, seed=0)
     ids, lengths = engine.encode(probes)
-    right_ids, right_lengths = exact.encode(probes)
-    if np.array_equal(lengths, right_lengths) and np.array_equal(ids, right_ids):
-        return None
-    wrong = next(i for i, text in enumerate(probes) if tokenizer.encode(text) != engine.encode([text])[0].tolist())
-    return f"gigatoken gives other ids than Hugging Face, for example for {probes[wrong][:40]!r}"
+    exact_ids, exact_lengths = engine._encode_exactly(probes)
+    if np.array_equal(lengths, exact_lengths) and np.array_equal(ids, exact_ids):
+        return engine, ""
+    wrong = next(text for text in probes if tokenizer.encode(text) != engine.encode([text])[0].tolist())
+    return None, f"gigatoken gives other ids than Hugging Face, for example for {wrong[:40]!r}"
 
 
 def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
@@ -182,20 +180,30 @@ def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
     return ["".join(rng.choice(makers)() for _ in range(rng.choice((1, 2, 3, 5, 10, 30)))) for _ in range(count)]
 
 
-def _load_gigatoken(tokenizer: Tokenizer):  # type: ignore[no-untyped-def]
+def _load_gigatoken(tokenizer: Tokenizer) -> Any:
     import gigatoken
 
-    return gigatoken.Tokenizer.from_json(tokenizer.backend.to_str())
+    return gigatoken.Tokenizer.from_json(tokenizer.json)
+
+
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _EXACT_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _ascii_letter(char: str) -> bool:
     return char.isascii() and char.isalpha()
 
 
-def _normalizes(tokenizer: Tokenizer) -> bool:
-    return tokenizer.backend.normalizer is not None
-
-
+@functools.cache
 def _agreed_characters(normalizes: bool) -> np.ndarray:
     """For each code point below _TABLE_END, whether every Unicode version since long ago treats it alike, bool.
 

@@ -2,25 +2,34 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ingot.errors import disk_error
 
 
-def write_whole(path: Path, data: bytes | bytearray | memoryview, durable: bool = True) -> None:
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Write to a temporary name, flush to the disk, rename: a reader sees the whole file or none."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with partial.open("wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise disk_error("write", path, error) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Write a file, whole or not at all."""
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,6 +7,7 @@ Megatron builds document, sample and shuffle indices over it, gigabytes for a la
 one long array, and of the .idx only document boundaries are ever needed, found by bisection in the memory map.
 """
 
+import hashlib
 import struct
 from pathlib import Path
 
@@ -74,6 +75,10 @@ class IndexFile:
             if (np.diff(self.documents[i : i + CHUNK + 1]) < 0).any():
                 raise DataError(f"{self.path} has documents out of order; copy or prepare it again")
         return int(self.pointers[-1]) // width + int(self.lengths[-1])
+
+    def digest(self) -> str:
+        """A hash of the beginning and the end, enough to tell one corpus from another."""
+        return hashlib.sha256(self._map[:65_536] + self._map[-65_536:]).hexdigest()
 
     def starts_between(self, first: int, last: int) -> np.ndarray:
         """Where documents begin among the tokens [first, last), ascending; empty documents begin with the next."""

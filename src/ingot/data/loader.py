@@ -6,15 +6,16 @@ gathers from memory maps outruns any GPU; worker processes, the usual way, spend
 """
 
 import threading
-from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import numpy as np
 
-from ingot.data.dataset import Dataset
+from ingot.data.windows import Dataset
 
 ORDER_CHUNK = 4096  # positions computed at a time: the order is numpy, cheap by the thousand
+JOIN_SECONDS = 5  # a thread that is stuck in a download must not hold an exit
 
 
 @dataclass(frozen=True)
@@ -73,40 +74,33 @@ class _Ahead:
     """A thread that keeps up to `depth` results of an iterator ready."""
 
     def __init__(self, source: Iterator[Batch], depth: int):
-        self._ready: deque[Batch] = deque()
-        self._changed = threading.Condition()
+        # Two queues, since those are written in C: a condition variable costs as much as gathering a small batch.
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self._room: SimpleQueue[None] = SimpleQueue()
         self._closed = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(source, depth), name="ingot-loader", daemon=True)
+        for _ in range(depth):
+            self._room.put(None)
+        self._thread = threading.Thread(target=self._run, args=(source,), name="ingot-loader", daemon=True)
         self._thread.start()
 
-    def _run(self, source: Iterator[Batch], depth: int) -> None:
+    def _run(self, source: Iterator[Batch]) -> None:
         try:
-            for batch in source:
-                with self._changed:
-                    self._ready.append(batch)
-                    self._changed.notify()
-                    while len(self._ready) >= depth and not self._closed:
-                        self._changed.wait()
-                    if self._closed:
-                        return
+            while True:
+                self._room.get()
+                if self._closed:
+                    return
+                self._ready.put(next(source))
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify()
+            self._ready.put(error)
 
     def next(self) -> Batch:
-        with self._changed:
-            while not self._ready:
-                if self._error is not None:
-                    raise self._error
-                self._changed.wait()
-            batch = self._ready.popleft()
-            self._changed.notify()
-            return batch
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        self._room.put(None)
+        return batch
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        self._closed = True
+        self._room.put(None)
+        self._thread.join(JOIN_SECONDS)

@@ -7,7 +7,7 @@ a matrix, so here it is filled by a few numpy assignments.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from ingot.data.files import write_whole
+from ingot.data.files import whole_file, write_whole
 
 SIZE_LIMIT = 1 << 26  # bytes of one raw shard, Streaming's default
 HASH = "xxh3_64"
@@ -60,28 +60,35 @@ def header_bytes(config: dict[str, Any]) -> int:
     return 4 + 4 + len(_config_json(config))
 
 
-def shard_from_rows(rows: np.ndarray, config: dict[str, Any]) -> bytes | bytearray:
+def shard_from_rows(rows: np.ndarray, config: dict[str, Any]) -> bytes:
     """A shard of equally long token samples, rows: [samples, tokens]."""
-    samples, length = rows.shape
-    head = array_header(length)
-    head = (len(head) + length * rows.itemsize).to_bytes(4, "little") + head
-    width = len(head) + length * rows.itemsize
-    begin = _begin(np.full(samples, width, dtype=np.int64), config)
-    shard = bytearray(len(begin) + samples * width)
-    shard[: len(begin)] = begin
-    body = np.frombuffer(shard, dtype=np.uint8, offset=len(begin)).reshape(samples, width)  # [samples, bytes]
-    body[:, : len(head)] = np.frombuffer(head, dtype=np.uint8)
-    body[:, len(head) :] = rows.view(np.uint8).reshape(samples, length * rows.itemsize)
-    return shard
+    body = rows_body(rows)
+    return shard_begin(np.full(len(rows), len(body) // len(rows)), config) + body
 
 
 def shard_from_values(values: Sequence[bytes | memoryview], config: dict[str, Any]) -> bytes:
     """A shard of encoded values of any size, one column."""
-    sizes = np.array([len(v) + 4 for v in values], dtype=np.int64)
-    parts: list[bytes | memoryview] = [_begin(sizes, config)]
-    for value in values:
-        parts += [len(value).to_bytes(4, "little"), value]
-    return b"".join(parts)
+    return shard_begin(np.array([len(v) + 4 for v in values]), config) + values_body(values)
+
+
+def rows_body(rows: np.ndarray) -> bytes:
+    """Equally long token samples as they stand in a shard, rows: [samples, tokens]."""
+    head = row_head(rows.shape[1], rows.itemsize)
+    body = np.empty((len(rows), len(head) + rows.shape[1] * rows.itemsize), dtype=np.uint8)  # [samples, bytes]
+    body[:, : len(head)] = np.frombuffer(head, dtype=np.uint8)
+    body[:, len(head) :] = rows.view(np.uint8).reshape(len(rows), -1)
+    return body.tobytes()
+
+
+def values_body(values: Sequence[bytes | memoryview]) -> bytes:
+    """Values of any size as they stand in a shard."""
+    return b"".join(part for value in values for part in (len(value).to_bytes(4, "little"), value))
+
+
+def row_head(length: int, itemsize: int) -> bytes:
+    """What stands before the tokens of a sample: its size, and the head of its array."""
+    head = array_header(length)
+    return (len(head) + length * itemsize).to_bytes(4, "little") + head
 
 
 def token_value(tokens: np.ndarray) -> bytes:
@@ -89,18 +96,35 @@ def token_value(tokens: np.ndarray) -> bytes:
     return array_header(len(tokens)) + tokens.tobytes()
 
 
-def write_shard(folder: Path, number: int, shard: bytes | bytearray, samples: int, config: dict[str, Any]) -> dict:
+def write_shard(folder: Path, number: int, shard: bytes, samples: int, config: dict[str, Any]) -> dict[str, Any]:
     """Write one shard, compressed if so configured, and return its entry for index.json."""
+    return write_shard_in_chunks(folder, number, [shard], len(shard), samples, config)
+
+
+def write_shard_in_chunks(
+    folder: Path, number: int, chunks: Iterable[bytes], size: int, samples: int, config: dict[str, Any]
+) -> dict[str, Any]:
+    """The same for a shard of `size` bytes that is never whole in memory."""
     raw_name = f"shard.{number:05}.mds"
-    entry = {**config, "samples": samples, "raw_data": _file_info(raw_name, shard), "zip_data": None}
-    data: bytes | bytearray = shard
-    name = raw_name
+    raw_hash, zip_hash = xxhash.xxh3_64(), xxhash.xxh3_64()
+    packer = None
     if config["compression"]:
-        data = zstandard.ZstdCompressor(level=zstd_level(config["compression"])).compress(shard)
-        name = f"{raw_name}.zstd"
-        entry["zip_data"] = _file_info(name, data)
-    write_whole(folder / name, data)
-    return entry
+        packer = zstandard.ZstdCompressor(level=zstd_level(config["compression"])).compressobj(size=size)
+    name = f"{raw_name}.zstd" if packer else raw_name
+    written = 0
+    with whole_file(folder / name) as file:
+        for chunk in chunks:
+            raw_hash.update(chunk)
+            data = packer.compress(chunk) if packer else chunk
+            zip_hash.update(data)
+            written += file.write(data)
+        if packer:
+            data = packer.flush()
+            zip_hash.update(data)
+            written += file.write(data)
+    raw = {"basename": raw_name, "bytes": size, "hashes": {HASH: raw_hash.hexdigest()}}
+    packed = {"basename": name, "bytes": written, "hashes": {HASH: zip_hash.hexdigest()}} if packer else None
+    return {**config, "samples": samples, "raw_data": raw, "zip_data": packed}
 
 
 def write_index(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
@@ -114,7 +138,8 @@ def zstd_level(compression: str) -> int:
     return int(compression.partition(":")[2] or 3)
 
 
-def _begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
+def shard_begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
+    """Everything before the samples, whose sizes in bytes are given, [samples]."""
     text = _config_json(config)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -124,7 +149,3 @@ def _begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
 
 def _config_json(config: dict[str, Any]) -> bytes:
     return json.dumps(config, sort_keys=True).encode()
-
-
-def _file_info(name: str, data: bytes | bytearray) -> dict[str, Any]:
-    return {"basename": name, "bytes": len(data), "hashes": {HASH: xxhash.xxh3_64_hexdigest(data)}}

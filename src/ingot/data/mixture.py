@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ingot.data.dataset import Dataset
 from ingot.data.order import U64, Order, mix, permute
+from ingot.data.windows import Dataset
 from ingot.errors import DataError
 
 BLOCK = 1 << 14
@@ -34,10 +34,6 @@ class Stage:
     start: int
     shares: dict[str, int]  # samples of each source in a block
     taken: dict[str, int]
-
-    def saved(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
-        return asdict(self)
 
     def taken_at(self, position: int) -> dict[str, int]:
         """Samples taken from each source before a position."""
@@ -77,17 +73,31 @@ class Mixture(Dataset):
 
     def fingerprint(self) -> str:
         """A short hash of what the sources are; their shares may change within a run."""
-        text = json.dumps([[name, d.fingerprint()] for name, d in zip(self.names, self._datasets, strict=True)])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self._fingerprints()).encode()).hexdigest()[:16]
 
-    def resume(self, saved: dict[str, Any], position: int) -> None:
-        """Continue at a position of a run that was saved with `stage.saved()`. Shares that differ begin a new stage."""
-        stage = Stage(**saved)
+    def state(self) -> dict[str, Any]:
+        """The sources, and the stage that the run is in."""
+        return {"sources": self._fingerprints(), "stage": asdict(self.stage)}
+
+    def resume(self, state: dict[str, Any], position: int) -> None:
+        """Continue at a position. Sources may come and go, and shares that differ begin a new stage."""
+        known = self._fingerprints()
+        for name, fingerprint in state.get("sources", {"": None}).items():
+            if known.get(name, fingerprint) != fingerprint or not name:
+                raise DataError(f"the training data {name} is not what the checkpoint was trained on; put it back")
+        stage = Stage(**state["stage"])
         shares = self._by_name(self.shares)
         if stage.shares != shares:
             taken = self._by_name([0] * len(self.names)) | stage.taken_at(position)  # one that left may return
             stage = Stage(position, shares, taken)
         self.stage = stage
+
+    def taken(self, position: int) -> dict[str, int]:
+        """Samples taken from each source before a position."""
+        return self.stage.taken_at(position)
+
+    def _fingerprints(self) -> dict[str, str]:
+        return {name: d.fingerprint() for name, d in zip(self.names, self._datasets, strict=True)}
 
     def order(self, seed: int, shuffle: bool) -> "MixtureOrder":
         """The order of the mixture, over the orders of its sources."""
@@ -124,11 +134,6 @@ class Mixture(Dataset):
             here = np.flatnonzero(source == k)
             starts[here] = self._datasets[k].document_starts(ids[here] & ((1 << SOURCE_SHIFT) - 1))
         return starts
-
-    def samples_by_source(self, ids: np.ndarray) -> dict[str, int]:
-        """How many of these samples each source gave."""
-        counts = np.bincount(ids.ravel() >> SOURCE_SHIFT, minlength=len(self.names))
-        return dict(zip(self.names, counts.tolist(), strict=True))
 
     def _by_name(self, values: Sequence[int]) -> dict[str, int]:
         return dict(zip(self.names, values, strict=True))

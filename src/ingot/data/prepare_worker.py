@@ -6,12 +6,14 @@ through one process. A worker speaks over its pipes, in frames of a JSON head an
 import of the caller's main module, and it ends when its parent does.
 """
 
+import contextlib
 import json
 import os
 import signal
 import struct
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,15 +21,26 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
+from ingot import errors
 from ingot.data import mds_writer as mds
+from ingot.data.documents import Block
 from ingot.data.engine import Engine
 from ingot.data.indexed_writer import copy_into
-from ingot.data.sources import Block, Piece, ReadOptions, SourceFile, read_piece
+from ingot.data.input_files import ReadOptions, SourceFile
+from ingot.data.sources import Piece, read_piece
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import DataError, IngotError, disk_error
 
 LONGEST = 5  # documents named in the summary
+_CHUNK_BYTES = 4 << 20  # of a shard at once
 BUCKETS = 32  # of the histogram of document lengths: bucket b counts lengths of b bits
+
+_WORKER_ENV = {
+    "TOKENIZERS_PARALLELISM": "false",  # one thread each: the workers are the parallelism
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # reuse memory between pieces instead of faulting it in anew
+    "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
+}
 
 Progress = Callable[[dict[str, int]], None]
 
@@ -45,6 +58,7 @@ class Job:
     format: str
     concat_tokens: int
     compression: str | None
+    size_limit: int
     skip_bad: bool
     options: ReadOptions
 
@@ -93,8 +107,10 @@ class Worker:
                     if not block.texts:
                         is_open, open_length = False, 0
                         continue
-                    size = _utf8_bytes(block.texts)
-                    values, lengths = self._encode(block.texts, starts=not is_open, ends=block.ends)
+                    encoded = [text.encode() for text in block.texts]
+                    size = sum(map(len, encoded))
+                    values, lengths = self._encode(block.texts, encoded, starts=not is_open, ends=block.ends)
+                    del encoded
                     lengths[0] += open_length
                     is_open = not block.ends
                     open_length = int(lengths[-1]) if is_open else 0
@@ -113,12 +129,11 @@ class Worker:
             lengths_tmp.unlink(missing_ok=True)
         return {**stats, "hash": digest.hexdigest()}
 
-    def _encode(self, texts: list[str], starts: bool, ends: bool) -> tuple[Any, np.ndarray]:
+    def _encode(self, texts: list[str], encoded: list[bytes], starts: bool, ends: bool) -> tuple[Any, np.ndarray]:
         """Documents to what is stored, back to back, and the length of each in tokens (or bytes, for text)."""
         if self.engine is None:
-            encoded = [text.encode() for text in texts]
             return b"".join(encoded), np.array([len(e) for e in encoded], dtype=np.int64)
-        ids, lengths = self.engine.encode(texts)
+        ids, lengths = self.engine.encode(texts, encoded)
         before = self.job.before + self.engine.prefix
         after = self.engine.suffix + self.job.after
         if len(texts) == 1 and not (starts and ends):  # a part of a huge document
@@ -160,39 +175,71 @@ class Worker:
             ((part, offset, _),) = parts
             copy_into(folder / "tokens.bin", offset * self.dtype.itemsize, part_paths(job, part)[0])
             return {}
-        pieces = [self._part(part, start, end) for part, start, end in parts]
-        stream = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        tail = np.zeros(0, self.dtype)
+        column = mds.token_column(self.dtype) if self.engine else mds.text_column()
+        config = mds.shard_config(column, job.compression, job.size_limit)
+        starts, ends, sizes = self._samples(parts, irregular)
+        begin = mds.shard_begin(sizes, config)
+
+        def chunks() -> Iterator[bytes]:
+            yield begin
+            first = 0
+            while first < len(starts):
+                last = max(first + 1, int(np.searchsorted(ends, starts[first] + _CHUNK_BYTES // self.dtype.itemsize)))
+                yield self._body(parts, starts[first:last], ends[first:last])
+                first = last
+
+        total = len(begin) + int(sizes.sum())
+        return mds.write_shard_in_chunks(folder, number, chunks(), total, len(starts), config)
+
+    def _samples(self, parts: Sequence[Sequence[int]], irregular: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each sample starts and ends in the parts, and its bytes in the shard; int64 [samples] each."""
+        length = self.job.concat_tokens
         if self.engine is None:
-            config = mds.shard_config(mds.text_column(), job.compression)
-            ends = np.cumsum(np.frombuffer(irregular, dtype=np.int64)).tolist()
-            view = memoryview(stream)
-            values = [view[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-            return {**mds.write_shard(folder, number, mds.shard_from_values(values, config), len(values), config)}
-        config = mds.shard_config(mds.token_column(self.dtype), job.compression)
+            lengths = np.frombuffer(irregular, dtype=np.int64)
+            ends = np.cumsum(lengths)
+            return ends - lengths, ends, lengths + 4
         if irregular:
             starts = np.frombuffer(irregular, dtype=np.int64)
-            rows = np.stack([stream[a : a + job.concat_tokens] for a in starts.tolist()])
+            ends = starts + length
         else:
-            whole = len(stream) // job.concat_tokens * job.concat_tokens
-            rows, tail = stream[:whole].reshape(-1, job.concat_tokens), stream[whole:]
-        shard: bytes | bytearray
-        if len(tail):
-            shard = mds.shard_from_values([mds.token_value(v) for v in (*rows, tail)], config)
-        else:
-            shard = mds.shard_from_rows(rows, config)
-        return mds.write_shard(folder, number, shard, len(rows) + bool(len(tail)), config)
+            total = sum(end - start for _, start, end in parts)
+            starts = np.arange(0, total, length, dtype=np.int64)
+            ends = np.minimum(starts + length, total)
+        heads = {int(n): len(mds.row_head(int(n), self.dtype.itemsize)) for n in np.unique(ends - starts)}
+        sizes = np.array([heads[n] + n * self.dtype.itemsize for n in (ends - starts).tolist()], dtype=np.int64)
+        return starts, ends, sizes
 
-    def _part(self, number: int, start: int, end: int) -> np.ndarray:
-        path = part_paths(self.job, number)[0]
-        dtype = self.dtype if self.engine else np.dtype(np.uint8)
-        try:
-            values = np.fromfile(path, dtype=dtype, count=end - start, offset=start * dtype.itemsize)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-        if len(values) != end - start:
-            raise DataError(f"{path}: is shorter than when it was written; remove {self.job.folder} and start again")
-        return values
+    def _body(self, parts: Sequence[Sequence[int]], starts: np.ndarray, ends: np.ndarray) -> bytes:
+        """Some samples as they stand in the shard."""
+        stream = self._read_parts(_cut_parts(parts, int(starts[0]), int(ends[-1])))
+        lengths = ends - starts
+        if self.engine is not None and (lengths == lengths[0]).all() and (starts[1:] == ends[:-1]).all():
+            return mds.rows_body(stream.reshape(len(starts), -1))
+        samples = [stream[a:b] for a, b in zip(starts - starts[0], ends - starts[0], strict=True)]
+        if self.engine is None:
+            return mds.values_body([s.tobytes() for s in samples])
+        return mds.values_body([mds.token_value(s) for s in samples])
+
+    def _read_parts(self, parts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Ranges of several parts, back to back."""
+        stream = np.empty(sum(end - start for _, start, end in parts), self.dtype if self.engine else np.uint8)
+        view = memoryview(stream.data).cast("B")
+        filled = 0
+        for number, start, end in parts:
+            path = part_paths(self.job, number)[0]
+            size = (end - start) * stream.itemsize
+            try:
+                with path.open("rb", buffering=0) as file:
+                    file.seek(start * stream.itemsize)
+                    done = 0
+                    while done < size and (count := file.readinto(view[filled + done : filled + size])):
+                        done += count
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+            if done < size:
+                raise DataError(f"{path}: shorter than when it was written; remove {self.job.folder} and start again")
+            filled += size
+        return stream
 
     def run(self, head: dict[str, Any], blob: bytes, progress: Progress) -> dict[str, Any]:
         """Do one task as it comes over the pipe."""
@@ -224,6 +271,17 @@ def frame(
     return framed, new_lengths
 
 
+def _cut_parts(parts: Sequence[Sequence[int]], start: int, end: int) -> list[list[int]]:
+    """The ranges of parts that hold units [start, end) of all of them together."""
+    found, at = [], 0
+    for number, first, last in parts:
+        low, high = max(start, at), min(end, at + last - first)
+        if low < high:
+            found.append([number, first + low - at, first + high - at])
+        at += last - first
+    return found
+
+
 def piece_to_json(piece: Piece) -> dict[str, Any]:
     """A piece as plain values."""
     return asdict(piece)
@@ -239,10 +297,6 @@ def _location(block: Block, index: int, piece: Piece) -> str:
         return f"{block.path} (bytes {piece.start:,} to {piece.end:,})" if piece.start else f"{block.path}:{index + 1}"
     record = int(block.records[index]) if block.records is not None else block.first_record + index
     return f"{block.path}:{record + 1}" if block.record_count > 1 else block.path
-
-
-def _utf8_bytes(texts: list[str]) -> int:
-    return sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 def _units(values: Any) -> int:
@@ -273,6 +327,51 @@ def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
     head_size, blob_size = struct.unpack("<IQ", sizes)
     head = json.loads(stream.read(head_size))
     return head, stream.read(blob_size) if blob_size else b""
+
+
+class WorkerProcess:
+    """A worker process, seen from the parent."""
+
+    def __init__(self, job: Job):
+        env = {**os.environ, **_WORKER_ENV}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ingot.data.prepare_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
+        assert self.process.stdin and self.process.stdout
+        self.requests, self.replies = self.process.stdin, self.process.stdout
+        send(self.requests, job.to_json())
+
+    def run(self, head: dict[str, Any], blob: bytes, progress: Progress) -> dict[str, Any]:
+        try:
+            send(self.requests, head, blob)
+            while (reply := receive(self.replies)) is not None:
+                answer = reply[0]
+                if "progress" in answer:
+                    progress(answer["progress"])
+                elif "done" in answer:
+                    return dict(answer["done"])
+                else:
+                    raise getattr(errors, answer["kind"], DataError)(answer["error"])
+        except BrokenPipeError:
+            pass
+        code = self.process.wait()
+        raise DataError(
+            f"a worker process ended with exit code {code}, perhaps for lack of memory; "
+            "run the same command again, with fewer num_workers if it happens again"
+        )
+
+    def end(self) -> None:
+        for pipe in (self.requests, self.replies):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def main() -> None:

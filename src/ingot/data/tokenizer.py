@@ -5,9 +5,10 @@ was used. What it adds and training needs is small and stands here: which token 
 embedding must have, and how many bytes of text each token stands for (for bits per byte).
 """
 
+import contextlib
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from ingot.data.files import write_whole
 from ingot.errors import DataError, disk_error
 
 # What the field's tokenizers call the end of a document, in the order in which we believe them.
@@ -31,6 +33,10 @@ class Tokenizer:
         self.backend = backend
         self.config = dict(config or {})
         self.vocab = backend.get_vocab(with_added_tokens=True)
+        self.json = backend.to_str()
+        spec = json.loads(self.json)
+        self.is_byte_level = _is_byte_level(spec)
+        self._added: list[dict[str, Any]] = spec.get("added_tokens", [])
         self.vocab_size = max(self.vocab.values(), default=-1) + 1
         self.eos_id = self._find_eos()
 
@@ -48,13 +54,12 @@ class Tokenizer:
 
     def token_bytes(self) -> np.ndarray | None:
         """Bytes of text that each token stands for, int32 [vocab_size]; None where tokens do not map to bytes."""
-        spec = json.loads(self.backend.to_str())
-        if not is_byte_level(spec):
+        if not self.is_byte_level:
             return None
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         for token, index in self.backend.get_vocab(with_added_tokens=False).items():
             sizes[index] = len(token)  # byte-level BPE spells each byte as one printable character
-        for added in spec.get("added_tokens", []):
+        for added in self._added:
             sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return sizes
 
@@ -65,15 +70,15 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config, **({"eos_token": eos} if eos else {})}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(folder / "tokenizer.json", self.backend.to_str())
-            _write_whole(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+            write_whole(folder / "tokenizer.json", self.json.encode())
+            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+            write_whole(folder / "tokenizer_config.json", text.encode())
         except OSError as error:
             raise disk_error("write the tokenizer to", folder, error) from None
 
     def fingerprint(self) -> str:
         """A name for what this tokenizer does: equal for equal vocabulary, merges and rules."""
-        canonical = json.dumps(json.loads(self.backend.to_str()), sort_keys=True)
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        return hashlib.sha256(self.json.encode()).hexdigest()[:16]
 
     def _find_eos(self) -> int | None:
         named = self.config.get("eos_token")
@@ -140,6 +145,7 @@ def _from_hub(name: str) -> Tokenizer:
     except ImportError:
         raise DataError(f"{advice}, and hub ids need huggingface_hub: pip install huggingface_hub") from None
     disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what went wrong is said once, below
     try:
         file = Path(hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # the hub client raises many kinds: offline, 401, 404, bad name
@@ -148,14 +154,12 @@ def _from_hub(name: str) -> Tokenizer:
             f"{advice}, and its tokenizer.json is neither in the local Hugging Face cache nor to be had from the hub "
             f"({reason[:160]}); download it elsewhere and give its path"
         ) from None
-    try:
+    with contextlib.suppress(Exception):  # optional; without it the usual names of EOS are tried
         hf_hub_download(name, "tokenizer_config.json")
-    except Exception:  # noqa: S110  # optional beside tokenizer.json; without it the usual names of EOS are tried
-        pass
     return _from_json_file(file)
 
 
-def is_byte_level(spec: dict[str, Any]) -> bool:
+def _is_byte_level(spec: dict[str, Any]) -> bool:
     """Whether a tokenizer.json describes byte-level BPE: every text is spelled by bytes, nothing is normalized away."""
 
     def kinds(part: dict[str, Any] | None) -> list[str]:
@@ -165,12 +169,3 @@ def is_byte_level(spec: dict[str, Any]) -> bool:
         return [part["type"], *(kind for p in inner for kind in kinds(p))]
 
     return spec["model"].get("type") == "BPE" and "ByteLevel" in kinds(spec.get("pre_tokenizer"))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

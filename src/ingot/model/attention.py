@@ -8,7 +8,7 @@ layout: it can be cut between heads for tensor parallelism, which [all Q | all K
 
 import math
 from collections.abc import Callable
-from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ def choose_kernel(config: ModelConfig, device: torch.device) -> tuple[str, str]:
     if device.type == "cuda" and config.attn_pdrop == 0:
         return "flex", "FlexAttention adds the ALiBi bias inside the kernel"
     why = "FlexAttention has no dropout" if device.type == "cuda" else "FlexAttention has no backward on CPU"
-    return "sdpa", f"ALiBi as an additive mask: {why}"
+    return "sdpa", f"ALiBi as an additive mask, since {why}"
 
 
 def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:
@@ -63,11 +63,11 @@ def causal_bias(slopes: Tensor | None, new: int, total: int, device: torch.devic
     return bias.masked_fill(distance > 0, float("-inf"))[None]  # [1, H or 1, T, S]
 
 
-def rotary_tables(config: ModelConfig, start: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, rotary_dim] for the half-split (GPT-NeoX, Llama) form of rotary positions."""
+def rotary_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, rotary_dim] for the half-split (GPT-NeoX, Llama) form of rotary positions [T]."""
     dim = config.rotary_dim
-    inverse = 1.0 / config.rotary_base ** (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    angles = torch.outer(torch.arange(start, start + length, device=device, dtype=torch.float32), inverse)
+    inverse = 1.0 / config.rotary_base ** (torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
+    angles = torch.outer(positions.float(), inverse)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
@@ -99,22 +99,22 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        attend: Callable[..., Tensor],
+        attend: "Attend",
         cache: KVCache | None = None,
     ) -> Tensor:
         c = self.config
-        batch, time, _ = x.shape
         qkv = self.qkv(x)
+        batch, time, _ = qkv.shape
         if c.clip_qkv is not None:
             qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
         per_group = c.n_heads // c.kv_heads
-        qkv = qkv.view(batch, time, c.kv_heads, per_group + 2, c.head_width)
+        qkv = qkv.view(batch, time, -1, per_group + 2, c.head_width)  # [B, T, G, queries + key + value, D]
         q, k, v = qkv[:, :, :, :per_group], qkv[:, :, :, per_group], qkv[:, :, :, per_group + 1]
         if c.qk_ln:
             q = self.q_norm(q.reshape(batch, time, -1)).to(v.dtype)
             k = self.k_norm(k.reshape(batch, time, -1)).to(v.dtype)
-        q = q.reshape(batch, time, c.n_heads, c.head_width).transpose(1, 2)  # [B, H, T, D]
-        k = k.reshape(batch, time, c.kv_heads, c.head_width).transpose(1, 2)  # [B, G, T, D]
+        q = q.reshape(batch, time, -1, c.head_width).transpose(1, 2)  # [B, H, T, D]
+        k = k.reshape(batch, time, -1, c.head_width).transpose(1, 2)  # [B, G, T, D]
         v = v.transpose(1, 2)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -124,46 +124,72 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
-class Attend:
-    """softmax(q k^T scale + bias) v for one forward pass: the bias is made once and shared by all layers."""
+class Attend(Protocol):
+    """softmax(q k^T scale + bias) v, for all layers of one forward pass."""
 
-    def __init__(self, config: ModelConfig, kernel: str, new: int, total: int, device: torch.device):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor: ...
+
+
+class SdpaAttend:
+    """torch's scaled_dot_product_attention. Any length, with a cache or without; ALiBi as an additive mask."""
+
+    def __init__(self, config: ModelConfig, new: int, total: int, device: torch.device, heads: slice = slice(None)):
+        """The queries are the last `new` of `total` tokens, and of all query heads those in `heads`."""
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         self.grouped = config.kv_heads != config.n_heads
         alibi = config.positions == "alibi"
-        self.slopes = alibi_slopes(config.n_heads, config.alibi_bias_max).to(device) if alibi else None
-        self.flex = kernel == "flex" and new == total
         self.causal = not alibi and new == total
         self.bias: Tensor | None = None
-        if not self.flex and not self.causal and not (new == 1 and not alibi):
-            self.bias = causal_bias(self.slopes, new, total, device)
+        if alibi or not (self.causal or new == 1):
+            slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads] if alibi else None
+            self.bias = causal_bias(slopes, new, total, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        if self.flex:
-            return _flex(q, k, v, self.slopes, self.scale, self.grouped)
         bias = self.bias.to(q.dtype) if self.bias is not None else None
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
         )
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, scale: float, grouped: bool) -> Tensor:
-    def alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + slopes[head] * (key - query) if slopes is not None else score
+class FlexAttend:
+    """FlexAttention with ALiBi inside the kernel, for training on sequences of one length.
 
-    mask = _causal_blocks(q.shape[2], q.device)
-    return _flex_kernel()(q, k, v, score_mod=alibi, block_mask=mask, scale=scale, enable_gqa=grouped)
+    The block mask is made here, once: inside a compiled model it would be traced again and again.
+    """
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device, heads: slice = slice(None)):
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        self.length = length
+        self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
+        self.grouped = config.kv_heads != config.n_heads
+        self.slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)  # [H]
+        self.blocks = create_block_mask(_causal, None, None, length, length, device=str(device))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        slopes = self.slopes
+
+        def alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + slopes[head] * (key - query)
+
+        kernel = _flex_kernel(torch.compiler.is_compiling())
+        return kernel(q, k, v, score_mod=alibi, block_mask=self.blocks, scale=self.scale, enable_gqa=self.grouped)
 
 
-@cache
-def _flex_kernel() -> Callable[..., Tensor]:
+def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _flex_kernel(compiling: bool) -> Callable[..., Tensor]:
+    """FlexAttention itself inside a compiled model; outside, compiled alone (uncompiled it is slow and large)."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    global _compiled_flex
+    if compiling:
+        return flex_attention
+    if _compiled_flex is None:
+        _compiled_flex = torch.compile(flex_attention)
+    return _compiled_flex
 
 
-@cache
-def _causal_blocks(length: int, device: torch.device) -> object:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=str(device))
+_compiled_flex: Callable[..., Tensor] | None = None

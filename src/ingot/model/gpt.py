@@ -3,17 +3,17 @@
 Shapes: B batch, T tokens, d d_model, V vocab_size.
 """
 
-from collections.abc import Iterator
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ingot.model.attention import Attend, Attention, KVCache, rotary_tables
+from ingot.model.attention import Attend, Attention, FlexAttend, KVCache, SdpaAttend, rotary_tables
 from ingot.model.config import ModelConfig
 from ingot.model.mlp import MLP
 from ingot.model.norm import make_norm
+from ingot.model.recompute import recompute
 
 IGNORE = -100  # a label that takes no part in the loss
 
@@ -31,7 +31,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.resid_pdrop)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        cache: KVCache | None = None,
     ) -> Tensor:
         attended = self.dropout(self.attn(self.norm_1(x), rotary, attend, cache))
         if self.parallel:
@@ -54,54 +58,80 @@ class GPT(nn.Module):
         self.norm_f = make_norm(config, config.d_model)
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_rows, bias=False)
-        self.attention_kernel = "sdpa"
-        self.recompute_blocks = False
+        self.flex: FlexAttend | None = None
+        self.recompute: str | None = None  # full or selective
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        hidden = self.hidden(tokens, cache)
-        logits = self.logits(hidden)
-        if labels is None:
-            return logits
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-        )  # scalar: the caller divides by the tokens of the whole global batch
-
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The normalised output of the last block, [B, T, d]."""
-        config, device = self.config, tokens.device
-        new = tokens.shape[1]
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         start = cache.length if cache is not None else 0
-        x = self.wte(tokens)  # [B, T, d]
-        if config.positions == "learned":
-            x = x + self.wpe(torch.arange(start, start + new, device=device))
-        x = self.dropout(x)
-        rotary = rotary_tables(config, start, new, device) if config.positions == "rotary" else None
-        attend = Attend(config, self.attention_kernel, new, start + new, device)
-        for block in self.blocks:
-            if self.recompute_blocks and self.training:
-                x = checkpoint(block, x, rotary, attend, use_reentrant=False)
+        if positions is None:
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)  # [T]
+        x = self.embed(tokens, positions)
+        x = self.transform(x, positions, start, cache)
+        hidden = self.norm_f(x)  # [B, T, d]
+        return self.logits(hidden) if labels is None else self.loss(hidden, labels)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first block, [B, T, d]."""
+        x = self.wte(tokens)
+        if self.config.positions == "learned":
+            x = x + self.wpe(positions)
+        return self.dropout(x)
+
+    def transform(self, x: Tensor, positions: Tensor, start: int = 0, cache: KVCache | None = None) -> Tensor:
+        """All blocks, one after the other, on the tokens at the given positions after `start` cached ones."""
+        new = positions.shape[0]
+        rotary = rotary_tables(self.config, positions) if self.config.positions == "rotary" else None
+        attend = self.attend_over(new, start + new, positions.device)
+        for block in self.blocks.children():
+            if self.recompute is not None and self.training:
+                x = recompute(block, self.recompute, x, rotary, attend)
             else:
                 x = block(x, rotary, attend, cache)
         if cache is not None:
             cache.length += new
-        return self.norm_f(x)
+        return x
+
+    def attend_over(self, new: int, total: int, device: torch.device) -> Attend:
+        """Attention of the last `new` of `total` tokens, for all blocks of a forward pass."""
+        if self.flex is not None and new == total == self.flex.length:
+            return self.flex
+        return SdpaAttend(self.config, new, total, device)
+
+    def use_kernel(self, kernel: str, seq_len: int, device: torch.device) -> None:
+        """Train with the kernel that `choose_kernel` chose."""
+        self.flex = FlexAttend(self.config, seq_len, device) if kernel == "flex" else None
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The summed cross-entropy, a scalar: the caller divides by the tokens of the whole global batch."""
+        logits = self.logits(hidden).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the real tokens; the padding rows of the embedding are cut off."""
         weight = self.wte.weight if self.config.tie_word_embeddings else self.head.weight
         return F.linear(hidden, weight)[..., : self.config.vocab_size]  # [B, T, V]
 
-    def named_matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hidden weight matrices: not embeddings, head, norms or biases."""
-        for name, parameter in self.named_parameters():
-            if name.startswith("blocks.") and parameter.ndim == 2:
-                yield name, parameter
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a hidden weight matrix: not embedding, head, norm or bias."""
+    return name.startswith("blocks.") and parameter.ndim == 2
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape, in the model's own order; nothing is allocated."""
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Exact number of parameters, from the model itself; nothing is allocated."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(config).parameters())
+    """Exact number of parameters."""
+    return sum(map(math.prod, parameter_shapes(config).values()))
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> float:

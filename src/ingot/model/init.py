@@ -7,7 +7,7 @@ import hashlib
 import math
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
@@ -22,7 +22,7 @@ def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _init(parameter, name, config, seed)
+            init_weight(parameter, name, config, seed)
     return model
 
 
@@ -40,7 +40,8 @@ def weight_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
     return std
 
 
-def _init(parameter: nn.Parameter, name: str, config: ModelConfig, seed: int) -> None:
+def init_weight(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:
+    """Fill one whole weight in place."""
     if name.endswith(".bias"):
         parameter.zero_()
     elif parameter.ndim == 1:  # norms

@@ -20,9 +20,24 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
             return F.layer_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps)
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm whose weights may be of another type than its input, as when they are gathered in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.to(x.dtype) if self.bias is not None else None
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """The same for the root-mean-square norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(config: ModelConfig, width: int) -> nn.Module:
     """The configured norm over the last dimension."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=config.norm_eps)
-    kind = LowPrecisionLayerNorm if config.norm == "low_precision_layernorm" else nn.LayerNorm
+        return RMSNorm(width, eps=config.norm_eps)
+    kind = LowPrecisionLayerNorm if config.norm == "low_precision_layernorm" else LayerNorm
     return kind(width, eps=config.norm_eps, bias=not config.no_bias)

@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ingot.parallel.place import find_place
 from ingot.report.console import Console
 from ingot.report.metrics_file import MetricsFile
+from ingot.report.rank_log import RankLog
 from ingot.report.tensorboard import TensorBoard
 from ingot.train.config import RunConfig
 from ingot.train.events import Reporter, Row
@@ -47,10 +49,15 @@ class Reporters:
 
 def train(config: RunConfig, fresh: bool = False) -> "Result":
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    listeners: list[Reporter] = [MetricsFile(config.run_folder)]
-    if config.loggers.tensorboard is not None:
-        listeners.append(TensorBoard(config.loggers.tensorboard, config.run_folder))
-    listeners.append(Console(config.run_folder))
+    rank = find_place().rank
+    listeners: list[Reporter] = []
+    if rank == 0:
+        listeners.append(MetricsFile(config.run_folder))
+        if config.loggers.tensorboard is not None:
+            listeners.append(TensorBoard(config.loggers.tensorboard, config.run_folder))
+        listeners.append(Console(config.run_folder))
+    else:  # the others only write down what they decide
+        listeners.append(RankLog(config.run_folder, rank))
     from ingot.train.trainer import train as train_with  # torch loads after the config has been checked
 
     return train_with(config, Reporters(listeners), fresh)

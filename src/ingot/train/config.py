@@ -4,6 +4,7 @@
 between two starts of a run without changing its result beyond floating-point order.
 """
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,7 +12,9 @@ from pydantic import Field, field_validator, model_validator
 from ingot.config.schema import Section, impossible
 from ingot.config.time import Time
 from ingot.data.config import DataConfig
+from ingot.errors import ConfigError
 from ingot.model.config import ModelConfig
+from ingot.parallel.config import ParallelConfig
 
 PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -82,8 +85,8 @@ class RunConfig(Section):
     """The network."""
     tokenizer: str | None = None
     """Folder or tokenizer.json. Default: the one that the prepared data carries."""
-    data: DataConfig
-    """What to train and evaluate on."""
+    data: DataConfig | None = None
+    """What to train and evaluate on; a recipe leaves it open."""
 
     global_train_batch_size: int = Field(256, gt=0)
     """Sequences per optimizer step, over all devices."""
@@ -116,10 +119,14 @@ class RunConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Execution: where to run."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Execution: how the run is spread over its processes; one process needs nothing."""
     device_train_microbatch_size: int | Literal["auto"] = "auto"
     """Execution: sequences per forward pass on a device."""
-    activation_checkpointing: bool = False
-    """Execution: recompute each block in the backward pass instead of storing it."""
+    activation_checkpointing: bool | Literal["none", "full", "selective"] | float = False
+    """Execution: recompute in the backward pass instead of storing. true or full: all of each block; selective: all but
+    matrix products and attention; a number between 0 and 1: what the compiler chooses to stay within that part of the
+    memory."""
     compile: bool | Literal["auto"] = "auto"
     """Execution: torch.compile. auto: on a GPU, yes."""
     deterministic: bool | Literal["auto"] = "auto"
@@ -131,11 +138,16 @@ class RunConfig(Section):
 
     @classmethod
     def expand_shorthands(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """`data: FOLDER` becomes its train and val splits."""
-        if isinstance(folder := values.get("data"), str):
-            train, val = {"path": folder, "split": "train"}, {"path": folder, "split": "val"}
-            return {**values, "data": {"train": train, "eval": val}}
-        return values
+        """`data: FOLDER` becomes its train and val splits, or the folder itself where it is a split."""
+        if not isinstance(text := values.get("data"), str):
+            return values
+        folder = Path(text)
+        if (folder / "index.json").is_file() or Path(f"{text}.idx").is_file():
+            return {**values, "data": {"train": {"path": text}}}
+        data: dict[str, Any] = {"train": {"path": text, "split": "train"}}
+        if not folder.is_dir() or any(folder.glob("val*")):
+            data["eval"] = {"path": text, "split": "val", "shuffle": False}
+        return {**values, "data": data}
 
     @model_validator(mode="before")
     @classmethod
@@ -153,6 +165,15 @@ class RunConfig(Section):
     @classmethod
     def _precision_alias(cls, value: Any) -> Any:
         return PRECISION_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _activation_mode(cls, value: Any) -> Any:
+        if value in ("none", "full"):
+            return value == "full"
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 1:
+            raise ValueError("as a number it is a part of the memory, between 0 and 1; or use none, full or selective")
+        return value
 
     @field_validator("device_train_microbatch_size")
     @classmethod
@@ -185,6 +206,18 @@ class RunConfig(Section):
         if self.max_duration.unit == "dur" or self.max_duration.value <= 0:
             raise impossible("max_duration", f"{self.max_duration} is no length; use for example 4800ba or 1ep")
         return self
+
+    @property
+    def sources(self) -> DataConfig:
+        """The data of the run, which must be known by the time that it is needed."""
+        if self.data is None:
+            raise ConfigError("data is missing; name a prepared folder with data=FOLDER, or data.train.path=...")
+        return self.data
+
+    @property
+    def recompute(self) -> str | None:
+        """What blocks recompute: full, selective, or nothing that they know of."""
+        return {True: "full", "selective": "selective"}.get(self.activation_checkpointing)
 
     @property
     def run_folder(self) -> str:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ingot.errors import ConfigError
+from ingot.parallel.config import Layout
 from ingot.train.config import RunConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -16,19 +17,58 @@ PEAKS = {
 }  # fmt: skip
 
 
-def choose_device(config: RunConfig) -> tuple[torch.device, str]:
-    """The device to run on, and why."""
+def choose_device(config: RunConfig, local_rank: int = 0) -> tuple[torch.device, str]:
+    """The device to run on, and why: of several GPUs, each process of a machine takes the one of its number."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch finds no GPU here; `ingot doctor` says what is missing")
     if config.device == "auto":
         found = torch.cuda.is_available()
-        return torch.device("cuda" if found else "cpu"), "a GPU was found" if found else "no GPU was found"
-    return torch.device(config.device), "as configured"
+        kind, why = ("cuda", "a GPU was found") if found else ("cpu", "no GPU was found")
+    else:
+        kind, why = config.device, "as configured"
+    if kind == "cpu":
+        return torch.device(kind), why
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"process {local_rank} of this machine finds only {torch.cuda.device_count()} GPUs; start at most that many"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device(kind, local_rank), why
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
     if config.precision == "fp16" and device.type != "cuda":
         raise ConfigError("precision=fp16 needs a GPU (its loss scaling does); use bf16 or fp32 on a CPU")
+
+
+def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> tuple[bool, str]:
+    """Whether to compile, and why."""
+    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
+        if config.compile is True:
+            raise ConfigError("compile=true does not work with pipeline_schedule=zero_bubble (torch cannot split it)")
+        return False, "off: torch cannot split a compiled backward pass as zero_bubble does"
+    if config.compile != "auto":
+        return config.compile, "on" if config.compile else "off"
+    if device.type == "cuda":
+        return True, "on"
+    return False, "off: compiling takes longer than it saves on a CPU"
+
+
+def set_memory_budget(part: float, compiled: bool) -> None:
+    """Let the compiler keep as much of the activations as fits into a part of what keeping all would take."""
+    if not compiled:
+        raise ConfigError(f"activation_checkpointing={part} is a budget for the compiler, and compile is off here")
+    torch._functorch.config.activation_memory_budget = part
+
+
+def check_spread(config: RunConfig, spread: bool) -> None:
+    """What a model spread over processes cannot do (yet) is refused before they meet."""
+    if not spread:
+        return
+    if config.precision == "fp16":
+        raise ConfigError("precision=fp16 works on one process only (its loss scaling does); use bf16")
+    if config.optimizer.name == "muon":
+        raise ConfigError("optimizer.name=muon works on one process only: it needs whole matrices; use adamw or lion")
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
@@ -55,7 +95,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a
     best = float("inf")
-    for _ in range(3):
+    for _ in range(10):
         _wait(device)
         start = time.perf_counter()
         a @ a

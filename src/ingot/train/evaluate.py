@@ -9,6 +9,7 @@ from torch import nn
 
 from ingot.data.dataset import IGNORE, Dataset
 from ingot.data.order import Order
+from ingot.parallel.apply import Spread
 from ingot.train.device import autocast
 from ingot.train.step import to_device
 
@@ -32,7 +33,7 @@ class Evaluation:
         return row
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what FSDP2 gathers there cannot take part in training afterwards
 def evaluate(
     model: nn.Module,
     dataset: Dataset,
@@ -43,28 +44,40 @@ def evaluate(
     token_bytes: np.ndarray | None,
     order: Order,
     max_batches: int = -1,
+    spread: Spread | None = None,
 ) -> Evaluation:
-    """The mean loss over a data set, or over its first `max_batches` batches in the given order."""
+    """The mean loss over a data set, or over its first `max_batches` batches in the given order.
+
+    The processes of a spread model take turns: each evaluates every so many-th batch, and all run equally often.
+    """
     was_training = model.training
-    model.eval()
+    spread.train(False) if spread is not None else model.eval()
+    rank, ranks = (spread.mesh.data_rank, spread.mesh.layout.data) if spread is not None else (0, 1)
     total = torch.zeros((), device=device, dtype=torch.float64)
     tokens, text_bytes = 0, 0.0
     limit = dataset.samples if max_batches < 0 else min(dataset.samples, max_batches * batch)
-    for start in range(0, limit, batch):
-        ids = order.take(np.arange(start, min(start + batch, limit)))
+    for start in range(batch * rank, limit + batch * rank, batch * ranks):
+        ids = order.take(np.arange(min(start, limit), min(start + batch, limit)))
+        dataset.announce(order, min(start, limit - 1))
         inputs, labels = dataset.gather(ids)
         if len(ids) < batch:  # one shape for all batches: the rest carries no loss
             inputs = np.pad(inputs, ((0, batch - len(ids)), (0, 0)))
             labels = np.pad(labels, ((0, batch - len(ids)), (0, 0)), constant_values=IGNORE)
+        run = spread.loss_sum if spread is not None else model
         with autocast(precision, device):
-            total += model(to_device(inputs, device), to_device(labels, device)).double()
+            total += run(to_device(inputs, device), to_device(labels, device)).double()
         real = labels[labels != IGNORE]
         tokens += real.size
         text_bytes += _text_bytes(real, token_bytes, dataset)
+    if spread is not None:
+        spread.train(was_training)
+        total = spread.total_loss(total)
+        counts = torch.tensor([tokens, text_bytes], dtype=torch.float64, device=device)
+        tokens, text_bytes = spread.mesh.sum(counts, spread.mesh.speaks_for_data).tolist()
     model.train(was_training)
     loss_sum = float(total)
     bits = loss_sum / math.log(2) / text_bytes if text_bytes else None
-    return Evaluation(loss_sum / max(tokens, 1), tokens, bits)
+    return Evaluation(loss_sum / max(tokens, 1), int(tokens), bits)
 
 
 def _text_bytes(labels: np.ndarray, token_bytes: np.ndarray | None, dataset: Dataset) -> float:

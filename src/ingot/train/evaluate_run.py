@@ -28,15 +28,15 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     else:
         base = find_checkpoint(path).state["config"]
     config = load_config(RunConfig, overrides, base)
-    if config.data.eval is None:
+    if config.sources.eval is None:
         raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
     check_precision(config, device)
-    data = open_dataset(config.data.eval, config.max_seq_len, config.model.vocab_size)
+    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size)
     folder = tokenizer_folder(path)
     result = evaluate(
         load_model(path, device), data, batch=config.device_eval_batch_size or 8, device=device,
         precision=config.precision, token_bytes=token_bytes(load_tokenizer(folder) if folder else None, config),
-        order=data.order(config.seed, config.data.eval.shuffle), max_batches=config.eval_subset_num_batches,
+        order=data.order(config.seed, config.sources.eval.shuffle), max_batches=config.eval_subset_num_batches,
     )  # fmt: skip
     return result, data.describe()

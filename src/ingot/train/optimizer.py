@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ingot.errors import CheckpointError
-from ingot.model.gpt import GPT
+from ingot.model.gpt import is_matrix
+from ingot.parallel.weights import fill, local
 from ingot.train.config import OptimizerConfig
 
 LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}  # as dashboards know them
@@ -29,11 +30,12 @@ class Lion(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
                 continue
-            grads = [p.grad for p in parameters]
             for p in parameters:
                 if "exp_avg" not in self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
-            momenta = [self.state[p]["exp_avg"] for p in parameters]
+            momenta = [local(self.state[p]["exp_avg"]) for p in parameters]
+            grads = [local(p.grad) for p in parameters]
+            parameters = [local(p) for p in parameters]
             beta1, beta2 = group["betas"]
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             update = torch._foreach_mul(momenta, beta1)
@@ -46,11 +48,11 @@ class Lion(torch.optim.Optimizer):
 class Optimizer:
     """One or two torch optimizers that step together under one learning-rate multiplier."""
 
-    def __init__(self, config: OptimizerConfig, model: GPT):
-        self.config = config
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    def __init__(self, config: OptimizerConfig, names: dict[Tensor, str]):
+        """`names` holds the parameters of this process with the names that they have in the whole model."""
+        self.config, self.names = config, names
         self.parts: dict[str, torch.optim.Optimizer] = {}
-        hidden = set(dict(model.named_matrices()).values()) if config.name == "muon" else set()
+        hidden = {p for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
         decay = config.weight_decay if config.name in ("adamw", "muon") else config.weight_decay / config.lr
         groups = _decay_groups([p for p in self.names if p not in hidden], decay)
@@ -97,17 +99,24 @@ class Optimizer:
                     tensors[f"{key}/{self.names[parameter]}"] = value
         return tensors
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave."""
-        parameters = {name: parameter for parameter, name in self.names.items()}
+    def load_state_tensors(self, tensors: Iterable[tuple[str, Tensor]], model_names: Iterable[str]) -> None:
+        """Put back what `state_tensors` gave; of a spread model, the part that belongs here."""
+        known = set(model_names)
+        parameters: dict[str, list[Tensor]] = {}
+        for parameter, name in self.names.items():
+            parameters.setdefault(name, []).append(parameter)
         owner = {p: part for part in self.parts.values() for group in part.param_groups for p in group["params"]}
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             key, _, parameter_name = name.partition("/")
-            parameter = parameters.get(parameter_name)
-            if parameter is None:
+            if parameter_name not in known:
                 raise CheckpointError(f"the checkpoint has optimizer state for {parameter_name}, which the model lacks")
-            # `step` counters stay where torch made them: on the CPU unless the optimizer is fused on a GPU
-            owner[parameter].state[parameter][key] = tensor.to(parameter.device).clone()
+            for parameter in parameters.get(parameter_name, []):
+                if tensor.shape == parameter.shape:
+                    state = torch.empty_like(parameter, dtype=tensor.dtype)
+                    fill(state, tensor.to(parameter.device))
+                else:  # the `step` counter
+                    state = tensor.to(parameter.device).clone()
+                owner[parameter].state[parameter][key] = state
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:

@@ -21,10 +21,10 @@ OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, "tensorboard")
 # A run that continued with another value here would not be the run that the checkpoint is of.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
          "optimizer.name")  # fmt: skip
-EXECUTION = ("name", "save_folder", "load_path", "device", "device_train_microbatch_size", "activation_checkpointing",
-             "compile", "deterministic", "log_interval", "loggers", "data.prefetch_batches", "data.train.path",
-             "data.eval", "tokenizer", "save_interval", "save_num_checkpoints_to_keep", "eval_interval",
-             "device_eval_batch_size", "max_duration")  # fmt: skip
+EXECUTION = ("name", "save_folder", "load_path", "device", "device_train_microbatch_size",
+             "activation_checkpointing", "compile", "deterministic", "parallel", "log_interval", "loggers",
+             "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer", "save_interval",
+             "save_num_checkpoints_to_keep", "eval_interval", "device_eval_batch_size", "max_duration")  # fmt: skip
 
 
 def open_run_folder(config: RunConfig, fresh: bool) -> Path:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ingot.data.loader import Batch
 from ingot.model.gpt import IGNORE
+from ingot.parallel.apply import Spread
 from ingot.train.config import RunConfig
 from ingot.train.device import autocast
 from ingot.train.optimizer import Optimizer, clip_gradients
@@ -18,37 +19,86 @@ from ingot.train.optimizer import Optimizer, clip_gradients
 class TrainStep:
     """Forward, backward, clip and update for one global batch. Nothing here waits for the device."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device, micro: int):
-        self.config, self.model, self.optimizer = config, model, optimizer
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        micro: int,
+        spread: Spread | None = None,
+    ):
+        self.config, self.model, self.optimizer, self.spread = config, model, optimizer, spread
         self.device, self.micro = device, micro
+        self.updating = False  # whether the optimizer has begun to change weights
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Train on a batch; gives its mean loss and the gradient norm before clipping, both on the device."""
+        """Train on a batch; gives its mean loss (of a spread model, this process's share of it) and the gradient norm
+        before clipping, both on the device."""
         loss = self.accumulate(batch)
         for part in self.optimizer.parts.values():
             self.scaler.unscale_(part)
-        norm = clip_gradients(self.model.parameters(), self.config.gradient_clipping)
+        limit = self.config.gradient_clipping
+        norm = self.spread.clip_gradients(limit) if self.spread else clip_gradients(self.model.parameters(), limit)
+        self.updating = True
         for part in self.optimizer.parts.values():
             self.scaler.step(part)
         self.scaler.update()
         self.optimizer.zero_grad()
+        self.updating = False
         return loss, norm
+
+    def retry_with(self, micro: int) -> None:
+        """Forget a failed attempt at a batch; the next one is made in microbatches of another size."""
+        self.micro = micro
+        self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def accumulate(self, batch: Batch) -> Tensor:
         """Add the gradients of a batch's mean loss; gives that loss."""
-        self.model.train()
-        tokens = max(1, int(np.count_nonzero(batch.labels != IGNORE)))
+        own_tokens = int(np.count_nonzero(batch.labels != IGNORE))
+        if self.spread is None:
+            self.model.train()
+            return self._microbatches(batch, max(1, own_tokens))
+        self.spread.train()
+        batch_tokens = self.spread.batch_tokens(own_tokens)
+        count = self._microbatch_count()
+        batch = pad_batch(batch, count * self.micro)
+        if self.spread.pipeline is None:
+            return self._microbatches(batch, batch_tokens)
+        inputs, labels = to_device(batch.tokens, self.device), to_device(batch.labels, self.device)
+        return self.spread.pipeline.accumulate(inputs, labels, count, batch_tokens)
+
+    def _microbatches(self, batch: Batch, batch_tokens: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
-        for start in range(0, len(batch.tokens), self.micro):
+        rows = len(batch.tokens)
+        for start in range(0, rows, self.micro):
             inputs, labels = (
                 to_device(a[start : start + self.micro], self.device) for a in (batch.tokens, batch.labels)
             )
+            if self.spread is not None:
+                self.spread.before_backward(last=start + self.micro >= rows)
             with autocast(self.config.precision, self.device):
-                loss = self.model(inputs, labels) / tokens
+                loss = self.model(inputs, labels) / batch_tokens
             self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
+
+    def _microbatch_count(self) -> int:
+        """Microbatches per step, the same on every process: collectives must meet."""
+        assert self.spread is not None
+        rows = -(-self.config.global_train_batch_size // self.spread.mesh.layout.data)
+        count = -(-rows // self.micro)
+        return self.spread.pipeline.microbatches(count) if self.spread.pipeline is not None else count
+
+
+def pad_batch(batch: Batch, rows: int) -> Batch:
+    """A batch with rows added that carry no loss."""
+    missing = ((0, rows - len(batch.tokens)), (0, 0))
+    labels = np.pad(batch.labels, missing, constant_values=IGNORE)
+    return Batch(np.pad(batch.tokens, missing), labels, batch.samples)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

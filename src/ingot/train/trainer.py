@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ingot.checkpoint.load import fill_model, open_weights
+from ingot.checkpoint.load import fill_parameters, open_weights
 from ingot.checkpoint.store import (
     MODEL,
     OPTIMIZER,
@@ -30,16 +31,31 @@ from ingot.checkpoint.store import (
 )
 from ingot.config.time import Clock
 from ingot.data.dataset import Dataset, open_dataset
-from ingot.data.loader import Loader
+from ingot.data.loader import Batch, Loader
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
-from ingot.errors import CheckpointError, ConfigError, DataError, IngotError, disk_error
+from ingot.errors import CheckpointError, ConfigError, IngotError, disk_error
 from ingot.model.attention import choose_kernel
-from ingot.model.gpt import flops_per_token
+from ingot.model.gpt import flops_per_token, parameter_shapes
 from ingot.model.init import build_model
+from ingot.parallel.apply import Spread, spread_model
+from ingot.parallel.config import choose_layout
+from ingot.parallel.place import find_place
+from ingot.parallel.world import join_world, leave_world
 from ingot.train.config import RunConfig
-from ingot.train.device import check_precision, choose_device, make_deterministic, memory_metrics, peak_flops
+from ingot.train.device import (
+    check_precision,
+    check_spread,
+    choose_compile,
+    choose_device,
+    make_deterministic,
+    memory_metrics,
+    peak_flops,
+    set_memory_budget,
+)
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.events import Reporter, Row
+from ingot.train.fingerprint import code_hash, config_hash
+from ingot.train.memory import OutOfMemory, is_out_of_memory
 from ingot.train.microbatch import choose_microbatch
 from ingot.train.optimizer import Optimizer
 from ingot.train.run_folder import TOKENIZER, changed_keys, check_disk_space, open_run_folder, write_config
@@ -61,7 +77,9 @@ class Result:
 def train(config: RunConfig, reporter: Reporter, fresh: bool = False) -> Result:
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
     try:
-        return Trainer(config, reporter, fresh).fit()
+        result = Trainer(config, reporter, fresh).fit()
+        leave_world()
+        return result
     finally:
         reporter.end()
 
@@ -72,11 +90,21 @@ class Trainer:
     def __init__(self, config: RunConfig, reporter: Reporter, fresh: bool = False):
         self.config, self.reporter = config, reporter
         # Whatever can be wrong with the input is found before the run folder is touched.
-        self.device, why = choose_device(config)
+        place = find_place()
+        self.device, why = choose_device(config, place.local_rank)
         check_precision(config, self.device)
-        self.data = open_dataset(config.data.train, config.max_seq_len, config.model.vocab_size)
+        self.layout, layout_why = choose_layout(
+            config.parallel, place.world, config.model, config.max_seq_len, config.global_train_batch_size
+        )
+        spread = place.world > 1 or config.parallel.shard == 1
+        check_spread(config, spread)
+        self.world = join_world(place, self.device, config.parallel.join_timeout) if spread else None
+        self.first = place.rank == 0  # the process that writes
+        self.data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
         self.eval_data = (
-            open_dataset(config.data.eval, config.max_seq_len, config.model.vocab_size) if config.data.eval else None
+            open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size)
+            if config.sources.eval
+            else None
         )
         self.tokenizer = _find_tokenizer(config, self.data)
         self.clock = Clock(config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration)
@@ -85,43 +113,64 @@ class Trainer:
         self.train_seconds = 0.0
         reporter.note(f"device {self.device.type}: {why}; precision {config.precision}, weights and optimizer in fp32")
         reporter.note(f"data {self.data.describe()}")
+        if self.eval_data is None:
+            reporter.note("no validation data, so no evaluation; name some with data.eval.path=...")
+        if self.world is not None:
+            reporter.note(f"{place.world} processes, {self.layout}: {layout_why}")
+            self.world.agree("start", {
+                "config": config_hash(config), "code": code_hash(), "data": json.dumps(self.data.fingerprint())
+            })  # fmt: skip
 
         deterministic = make_deterministic(config, self.device)
         torch.manual_seed(config.seed)
-        self.model = build_model(config.model, config.seed, self.device)
+        kernel, why = choose_kernel(config.model, self.device)
+        compiled, compile_why = choose_compile(config, self.device, self.layout)
+        if isinstance(config.activation_checkpointing, float):
+            set_memory_budget(config.activation_checkpointing, compiled)
+        self.spread: Spread | None = None
+        if self.world is None:
+            model: Any = build_model(config.model, config.seed, self.device)
+            model.recompute = config.recompute
+            model.use_kernel(kernel, config.max_seq_len, self.device)
+            self.names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+        else:
+            self.spread = spread_model(
+                config.model, config.parallel, self.layout, self.device, seq_len=config.max_seq_len,
+                precision=config.precision, kernel=kernel, recompute=config.recompute, compiled=compiled,
+            )  # fmt: skip
+            self.spread.init_weights(config.seed)
+            model, self.names = self.spread.roots[0], self.spread.names
+        self.shapes = parameter_shapes(config.model)
         if config.load_path is not None:
             _, tensors = open_weights(Path(config.load_path))
-            fill_model(self.model, tensors, config.load_path)
+            fill_parameters(self.names, self.shapes, tensors, config.load_path)
             reporter.note(f"weights from {config.load_path}")
-        self.model.recompute_blocks = config.activation_checkpointing
-        kernel, why = choose_kernel(config.model, self.device)
-        self.model.attention_kernel = kernel
-        parameters = sum(p.numel() for p in self.model.parameters())
+        parameters = sum(map(math.prod, self.shapes.values()))
         reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
-        self.optimizer = Optimizer(config.optimizer, self.model)
-        micro, why = choose_microbatch(config, self.model, self.device)
+        self.optimizer = Optimizer(config.optimizer, self.names)
+        micro, why = choose_microbatch(config, model, self.device, self.spread)
         reporter.note(f"microbatch {micro} of a global batch of {config.global_train_batch_size}: {why}")
         self.flops = flops_per_token(config.model, config.max_seq_len)
         self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
         self.peak, source = peak_flops(self.device, config.precision)
         reporter.note(f"peak {self.peak / 1e12:.3g} TFLOP/s for utilisation ({source})")
-        compiled = config.compile is True or (config.compile == "auto" and self.device.type == "cuda")
-        runnable: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
-        reporter.note(
-            f"torch.compile {'on' if compiled else 'off'}"
-            f"{': compiling takes longer than it saves on a CPU' if config.compile == 'auto' and not compiled else ''}"
-            f"; deterministic kernels {'on' if deterministic else 'off'}"
-        )
+        runnable: Any = torch.compile(model, dynamic=False) if compiled and self.spread is None else model
+        reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
         self.runnable = runnable
-        self.step = TrainStep(config, runnable, self.optimizer, self.device, micro)
+        self.step = TrainStep(config, runnable, self.optimizer, self.device, micro, self.spread)
 
-        self.folder = open_run_folder(config, fresh)
-        check_disk_space(self.folder, 12 * parameters)  # fp32 weights and two moments
-        clear_drafts(self.folder)
+        if self.first:
+            self.folder = open_run_folder(config, fresh)
+            check_disk_space(self.folder, 12 * parameters)  # fp32 weights and two moments
+            clear_drafts(self.folder)
+        if self.world is not None:
+            self.world.agree("folder", {})  # nobody looks for checkpoints before rank 0 has cleared the folder
+            self.folder = Path(config.run_folder)
         reporter_state = self._resume()
-        write_config(self.folder, config)
-        if self.tokenizer is not None:
-            self.tokenizer.save(self.folder / TOKENIZER)
+        if self.first:
+            write_config(self.folder, config)
+            if self.tokenizer is not None:
+                self.tokenizer.save(self.folder / TOKENIZER)
         reporter.begin(self.batch, self.total, reporter_state)
 
     def fit(self) -> Result:
@@ -137,10 +186,10 @@ class Trainer:
         eval_every = self.clock.interval(config.eval_interval)
         loss: float | None = None
         evaluation: Evaluation | None = None
-        seed = config.data.train.shuffle_seed if config.data.train.shuffle_seed is not None else config.seed
+        seed = config.sources.train.shuffle_seed if config.sources.train.shuffle_seed is not None else config.seed
         loader = Loader(
-            self.data, config.global_train_batch_size, seed=seed, shuffle=config.data.train.shuffle,
-            prefetch=config.data.prefetch_batches,
+            self.data, config.global_train_batch_size, seed=seed, shuffle=config.sources.train.shuffle,
+            prefetch=config.sources.prefetch_batches, part=self._part(),
         )  # fmt: skip
         batches = loader.batches(self.batch)
         last_save = time.monotonic()
@@ -151,7 +200,10 @@ class Trainer:
                 batch = next(batches)
                 waited += time.perf_counter() - asked
                 self.optimizer.set_lr(lr_multiplier(config.scheduler, self.clock, self.batch))
-                step_loss, norm = self.step.run(batch)
+                if self.spread is not None and self._has_dropout:
+                    # each process draws its own masks, anew for each step: nothing to save, whatever the layout
+                    torch.manual_seed(hash((config.seed, self.batch, dist.get_rank())) % 2**63)
+                step_loss, norm = self._step(batch)
                 self.batch += 1
                 window_batches += 1
                 last = self.batch == self.total
@@ -172,23 +224,55 @@ class Trainer:
             batches.close()
         return Result(self.folder, self.batch, loss, evaluation)
 
+    def _step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train on a batch. If it does not fit into memory, the same batch again, in microbatches half as large."""
+        while True:
+            try:
+                return self.step.run(batch)
+            except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory error is a RuntimeError too
+                if not is_out_of_memory(error):
+                    raise
+                place = (
+                    f"in the optimizer at batch {self.batch + 1}"
+                    if self.step.updating
+                    else f"at batch {self.batch + 1}"
+                )
+                problem = OutOfMemory(place, self.step.micro, str(error).partition("\n")[0])
+            # here the failed attempt's tensors are gone: the error that held them has been let go
+            if problem.fits is None or self.step.updating or self.spread is not None:
+                raise problem
+            self.step.retry_with(problem.fits)
+            self.reporter.warn(f"out of memory at batch {self.batch + 1}; again with microbatches of {problem.fits}")
+
     def evaluate(self) -> Evaluation:
         """The loss on the validation data."""
-        assert self.eval_data is not None and self.config.data.eval is not None
-        source = self.config.data.eval
+        assert self.eval_data is not None and self.config.sources.eval is not None
+        source = self.config.sources.eval
         seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
         return evaluate(
             self.runnable, self.eval_data, batch=self.config.device_eval_batch_size or self.step.micro,
             device=self.device, precision=self.config.precision, token_bytes=token_bytes(self.tokenizer, self.config),
             order=self.eval_data.order(seed, source.shuffle),
-            max_batches=self.config.eval_subset_num_batches,
+            max_batches=self.config.eval_subset_num_batches, spread=self.spread,
         )  # fmt: skip
+
+    def _part(self) -> tuple[int, int] | None:
+        """This process's slice of each global batch."""
+        if self.spread is None:
+            return None
+        return self.layout.part(self.spread.mesh.data_rank, self.config.global_train_batch_size)
+
+    @property
+    def _has_dropout(self) -> bool:
+        model = self.config.model
+        return max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0
 
     def _measure(
         self, step_loss: torch.Tensor, norm: torch.Tensor, since: float, batches: int, waited: float
     ) -> tuple[float, Row]:
         """The row of this step. Reading the loss is the only place where the loop waits for the device."""
-        loss, grad_norm = float(step_loss), float(norm)
+        loss = float(self.spread.total_loss(step_loss) if self.spread is not None else step_loss)
+        grad_norm = float(norm)
         if not math.isfinite(loss):
             raise IngotError(
                 f"the loss is {loss} at batch {self.batch}; lower optimizer.lr, lengthen scheduler.t_warmup or look at "
@@ -207,18 +291,33 @@ class Trainer:
             "throughput/batches_per_sec": rate,
             "throughput/samples_per_sec": rate * samples,
             "throughput/tokens_per_sec": rate * tokens,
-            "throughput/device/tokens_per_sec": rate * tokens,
-            "throughput/device/mfu": rate * tokens * self.flops / self.peak,
-            "throughput/device/mfu_causal": rate * tokens * self.causal_flops / self.peak,
+            "throughput/device/tokens_per_sec": rate * tokens / self.layout.size,
+            "throughput/device/mfu": rate * tokens * self.flops / self.peak / self.layout.size,
+            "throughput/device/mfu_causal": rate * tokens * self.causal_flops / self.peak / self.layout.size,
             "time/data": waited / elapsed,
             "time/train": self.train_seconds / 3600,
             "time/remaining_estimate": (self.total - self.batch) / rate / 3600,
             "trainer/device_train_microbatch_size": self.step.micro,
             **memory_metrics(self.device),
         }
+        if self.spread is not None:
+            row |= self._over_ranks(row)
         if self.config.precision == "fp16":
             row["trainer/loss_scale"] = float(self.step.scaler.get_scale())
         return loss, row
+
+    def _over_ranks(self, row: Row) -> Row:
+        """What differs between processes: who needs most memory, and who waits longest for data."""
+        assert self.spread is not None
+        memory = next(name for name in ("memory/peak_reserved_mem", "memory/peak_resident_mem") if name in row)
+        ranks = self.spread.per_rank([row[memory], row["time/data"]])
+        used, waited = [values[0] for values in ranks], [values[1] for values in ranks]
+        return {
+            f"{memory}/min": min(used),
+            f"{memory}/max": max(used),
+            "time/data/max": max(waited),
+            "time/data/slowest_rank": waited.index(max(waited)),
+        }
 
     def _position(self) -> Row:
         samples = self.batch * self.config.global_train_batch_size
@@ -227,6 +326,7 @@ class Trainer:
             "time/sample": samples,
             "time/token": self.batch * self._batch_tokens,
             "time/epoch": samples / self.data.samples,
+            **{f"time/token/{name}": n * self.config.max_seq_len for name, n in self.data.taken(samples).items()},
         }
 
     @property
@@ -236,22 +336,25 @@ class Trainer:
     def _save_due(self, last_save: float) -> bool:
         interval = self.config.save_interval
         if interval.is_wall_clock:
-            return time.monotonic() - last_save >= interval.seconds
+            due = time.monotonic() - last_save >= interval.seconds
+            return due if self.spread is None else self.spread.first_says(due)  # clocks differ; saving is done together
         every = self.clock.interval(interval)
         return bool(every) and self.batch % every == 0
 
     def _save(self, final: bool) -> None:
         tensors: dict[str, dict[str, torch.Tensor]] = {
-            MODEL: dict(self.model.named_parameters()),
-            OPTIMIZER: self.optimizer.state_tensors(),
+            MODEL: self._whole({name: parameter for parameter, name in self.names.items()}),
+            OPTIMIZER: self._whole(self.optimizer.state_tensors()),
             RNG: rng_tensors(),
         }
+        if not self.first:
+            return
         state = {
             "config": json.loads(self.config.model_dump_json()),
             "progress": self._position(),
             "train_seconds": self.train_seconds,
             "scaler": self.step.scaler.state_dict(),
-            "data": self.data.fingerprint(),
+            "data": self.data.state(),
             "versions": {"ingot": __version__, "torch": torch.__version__},
         }
         try:
@@ -266,6 +369,18 @@ class Trainer:
             return
         self.reporter.note(f"saved {path}")
 
+    def _whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Named tensors, or their shards gathered on the first process, which alone writes."""
+        if self.spread is None:
+            return tensors
+        keys = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
+        shapes = {
+            f"{key}/{name}" if key else name: () if key == "step" else shape
+            for key in keys
+            for name, shape in self.shapes.items()
+        }
+        return dict(self.spread.collect(tensors, shapes))
+
     def _resume(self) -> dict[str, Any] | None:
         """Continue from the newest good checkpoint, if there is one; gives the reporter's state in it."""
         manifest, problems = newest_good_checkpoint(self.folder)
@@ -274,18 +389,15 @@ class Trainer:
         if manifest is None:
             return None
         if OPTIMIZER not in manifest.files:
-            fill_model(self.model, CheckpointTensors(manifest), str(manifest.folder))
+            fill_parameters(self.names, self.shapes, CheckpointTensors(manifest), str(manifest.folder))
             self.reporter.note(f"starting from the weights in {manifest.folder}")
             return None
         for text in changed_keys(self.config, manifest):
             self.reporter.note(f"since the checkpoint, {text}")
-        if manifest.state.get("data") != self.data.fingerprint():
-            raise DataError(
-                f"the training data is not what {manifest.folder} was trained on; put it back, or start over with "
-                "--fresh"
-            )
-        fill_model(self.model, CheckpointTensors(manifest), str(manifest.folder))
-        self.optimizer.load_state_tensors(load_tensors(manifest, OPTIMIZER))
+        self.data.resume(manifest.state["data"], manifest.step * self.config.global_train_batch_size)
+        fill_parameters(self.names, self.shapes, CheckpointTensors(manifest), str(manifest.folder))
+        state = CheckpointTensors(manifest, OPTIMIZER)
+        self.optimizer.load_state_tensors(((name, state.get(name)) for name in state.names()), self.shapes)
         restore_rng(load_tensors(manifest, RNG))
         self.step.scaler.load_state_dict(manifest.state["scaler"])
         if manifest.step > self.total:

@@ -1,0 +1,453 @@
+"""Documents out of a stream of bytes: jsonl, json, txt, csv, parquet, zip, in blocks of bounded size.
+
+What is no document (a broken line, a missing field, invalid UTF-8) is not an exception here but an entry of its block,
+with the number of its record, so that the caller decides between stopping and leaving it out.
+"""
+
+import codecs
+import csv
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from ingot.data.input_files import (
+    READ_BYTES,
+    Guarded,
+    ReadOptions,
+    SourceFile,
+    expansion_limit,
+    format_of,
+    is_url,
+    open_file,
+    open_raw,
+    starts_with_line_of_json,
+)
+from ingot.errors import DataError
+
+BLOCK_BYTES = 8 << 20
+
+FindCut = Callable[[str, int, int], int | None]
+"""Where a huge text may be cut between two places, if anywhere."""
+
+
+@dataclass
+class Block:
+    """Some documents, and which records were no documents."""
+
+    texts: list[str]
+    records: np.ndarray | None  # record number of each text within the piece's file, or None: first_record + i
+    first_record: int
+    bad: list[tuple[int, str]]  # (record, what is wrong)
+    record_count: int  # lines or rows read, bad and blank ones included
+    path: str
+    ends: bool = True  # whether the last text ends its document
+
+
+def read_file(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
+    if file.format == "zip":
+        yield from _read_zip(file, options, find_cut)
+    elif file.format == "parquet":
+        yield from read_parquet(file, options)
+    else:
+        with open_file(file, options) as stream:
+            yield from read_stream(stream, file.format, file.path, options, find_cut)
+
+
+def read_stream(
+    stream: IO[bytes],
+    kind: str,
+    path: str,
+    options: ReadOptions,
+    find_cut: FindCut,
+) -> Iterator[Block]:
+    if kind == "text":
+        yield from _read_text(stream, path, options, find_cut)
+    elif kind == "csv":
+        yield from _read_csv(stream, path, options)
+    elif kind == "parquet":
+        raise DataError(f"{path}: parquet inside a compressed file cannot be read; unpack it first")
+    else:
+        head = stream.peek(READ_BYTES) if hasattr(stream, "peek") else b""
+        if kind == "jsonl" or starts_with_line_of_json(head):
+            first = 0
+            for lines in cut_lines(stream, path, options):
+                block = jsonl_block(lines, first, path, options)
+                first += block.record_count
+                yield block
+        else:
+            yield from _read_json_values(stream, path, options)
+
+
+def _read_zip(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
+    try:
+        archive = zipfile.ZipFile(open_raw(file.path))
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{file.path}: not a readable zip archive, perhaps cut short: {error}") from None
+    limit = expansion_limit(file, options)
+    with archive:
+        members = sorted((m for m in archive.infolist() if not m.is_dir()), key=lambda m: m.filename)
+        for member in members:
+            kind = format_of(member.filename)
+            if kind is None or kind[1] is not None:
+                continue
+            name = f"{file.path}:{member.filename}"
+            try:
+                raw = archive.open(member)
+            except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
+                raise DataError(f"{name}: cannot be read from the archive: {error}") from None
+            guarded = Guarded(raw, raw, name, limit)
+            with io.BufferedReader(guarded, READ_BYTES) as stream:
+                yield from read_stream(stream, kind[0], name, options, find_cut)
+            limit -= guarded.done
+
+
+def cut_lines(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[bytes]:
+    """A stream in blocks of whole lines, of about BLOCK_BYTES each."""
+    rest = b""
+    while data := stream.read(BLOCK_BYTES):
+        end = data.rfind(b"\n") + 1
+        if end:
+            yield rest + data[:end] if rest else data[:end]
+            rest = data[end:]
+        else:
+            rest += data
+            if len(rest) > options.max_document_bytes + BLOCK_BYTES:
+                raise DataError(_too_long(path, options))
+    if rest:
+        yield rest
+
+
+def read_to_newline(file: IO[bytes], path: str, options: ReadOptions) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while line := file.readline(READ_BYTES):
+        parts.append(line)
+        size += len(line)
+        if line.endswith(b"\n"):
+            break
+        if size > options.max_document_bytes + BLOCK_BYTES:
+            raise DataError(_too_long(path, options))
+    return b"".join(parts)
+
+
+def count_lines(path: str, end: int) -> int:
+    count = 0
+    with open_raw(path) as file:
+        while end > 0 and (data := file.read(min(end, READ_BYTES))):
+            count += data.count(b"\n")
+            end -= len(data)
+    return count
+
+
+_decoders: dict[str, Any] = {}
+
+
+def _line_decoder(key: str) -> Any:
+    """A JSON decoder that builds nothing but the one field."""
+    if key not in _decoders:
+        row = msgspec.defstruct("Row", [("value", str)], rename={"value": key})
+        _decoders[key] = msgspec.json.Decoder(row)
+    return _decoders[key]
+
+
+def jsonl_block(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
+    decoder = _line_decoder(options.key)
+    lines = data.count(b"\n") + (not data.endswith(b"\n"))
+    try:
+        rows = decoder.decode_lines(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        rows = None
+    # decode_lines cares little about where lines end, so an equal count is required before it is believed
+    if rows is not None and len(rows) == lines:
+        texts = [row.value for row in rows]
+        if len(data) <= options.max_document_bytes:
+            return Block(texts, None, first, [], lines, path)
+    return _jsonl_slowly(data, first, path, options)
+
+
+def _jsonl_slowly(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
+    """Line by line, to say what is wrong with each, and to take what only Python's parser takes (NaN, a BOM)."""
+    decoder = _line_decoder(options.key)
+    texts: list[str] = []
+    records: list[int] = []
+    bad: list[tuple[int, str]] = []
+    lines = data.split(b"\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        if len(line) > options.max_document_bytes:
+            bad.append((first + number, f"a line of {len(line):,} bytes is over max_document_bytes"))
+            continue
+        try:
+            texts.append(decoder.decode(line).value)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            value, problem = _parse_line(line, options.key)
+            if problem:
+                bad.append((first + number, problem))
+                continue
+            texts.append(value)
+        records.append(first + number)
+    return Block(texts, np.array(records, dtype=np.int64), first, bad, len(lines), path)
+
+
+def _parse_line(line: bytes, key: str) -> tuple[str, str]:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return "", f"invalid UTF-8 at byte {error.start + 1} of the line"
+    except (ValueError, RecursionError) as error:
+        return "", f"not valid JSON: {error}"
+    return text_of(value, key)
+
+
+def text_of(value: Any, key: str) -> tuple[str, str]:
+    """The text of a record, or what is wrong with it."""
+    if not isinstance(value, dict):
+        return "", f"a JSON {_json_type(value)} where an object with {key!r} is expected"
+    if key not in value:
+        names = ", ".join(repr(k) for k in list(value)[:6]) or "none"
+        return "", f"no field {key!r} (fields: {names})"
+    text = value[key]
+    if not isinstance(text, str):
+        return "", f"field {key!r} is a {_json_type(text)}, not text"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "", "half of a surrogate pair, which is no text"
+    return text, ""
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
+
+def _too_long(path: str, options: ReadOptions) -> str:
+    return (
+        f"{path}: a line is longer than max_document_bytes={options.max_document_bytes:,}; "
+        "raise it if that is really one document"
+    )
+
+
+def _read_text(stream: IO[bytes], path: str, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
+    """A text file is one document; a huge one comes in several blocks, cut where its tokens do not change."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    text = ""
+    size = 0
+    while True:
+        data = stream.read(READ_BYTES)
+        problem = "NUL bytes: is this a text file?" if b"\0" in data else ""
+        try:
+            text += decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            problem = f"invalid UTF-8 near byte {size + error.start + 1}"
+        if problem:
+            yield Block([], None, 0, [(0, problem)], 1, path)
+            return
+        size += len(data)
+        if not data:
+            break
+        if len(text) >= BLOCK_BYTES:
+            cut = find_cut(text, BLOCK_BYTES // 2, len(text) - 1)
+            if cut is not None:
+                yield Block([text[:cut]], None, 0, [], 0, path, ends=False)
+                text = text[cut:]
+            elif size > options.max_document_bytes:
+                yield Block(
+                    [], None, 0, [(0, f"a document over max_document_bytes={options.max_document_bytes:,}")], 1, path
+                )
+                return
+    yield Block([text], None, 0, [], 1, path)
+
+
+def _read_csv(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[Block]:
+    csv.field_size_limit(options.max_document_bytes)
+    delimiter = "\t" if ".tsv" in path.lower() else ","
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict", newline="")
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    batch = Batch(path)
+    try:
+        header = next(reader, None)
+        if header is None:
+            return
+        if options.key not in header:
+            raise DataError(f"{path}: no column {options.key!r} (columns: {', '.join(header[:8])})")
+        column = header.index(options.key)
+        for number, row in enumerate(reader, 1):
+            if not row:
+                continue
+            if column >= len(row):
+                batch.bad.append((number, f"only {len(row)} columns"))
+            else:
+                batch.add(row[column], number)
+            if batch.is_full:
+                yield batch.take()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: row {batch.last + 1}: invalid UTF-8: {error.reason}") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: row {batch.last + 1}: not valid CSV: {error}") from None
+    finally:
+        lines.detach()
+    yield batch.take()
+
+
+def _read_json_values(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[Block]:
+    """A JSON array of objects, or objects one after another, without ever holding more than one of them."""
+    decoder = json.JSONDecoder()
+    incoming = codecs.getincrementaldecoder("utf-8-sig")()
+    buffer, at, number, more, needed = "", 0, 0, True, 1
+    in_array = None
+    batch = Batch(path)
+    while True:
+        if more and len(buffer) - at < needed:
+            data = stream.read(READ_BYTES)
+            more = bool(data)
+            try:
+                buffer = buffer[at:] + incoming.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}: invalid UTF-8 after record {number}: {error.reason}") from None
+            at = 0
+        while at < len(buffer) and (buffer[at] in " \t\r\n" or (buffer[at] == "," and in_array and number)):
+            at += 1
+        if at == len(buffer):
+            if more:
+                needed = 1
+                continue
+            break
+        if in_array is None:
+            in_array = buffer[at] == "["
+            at += in_array
+            continue
+        if in_array and buffer[at] == "]":
+            break
+        try:
+            value, at = decoder.raw_decode(buffer, at)
+        except ValueError as error:
+            if more and len(buffer) - at <= options.max_document_bytes:
+                needed = 2 * (len(buffer) - at)
+                continue
+            raise DataError(f"{path}: record {number + 1}: not valid JSON: {error}") from None
+        needed = 1
+        text, problem = text_of(value, options.key)
+        if problem:
+            batch.bad.append((number, problem))
+        else:
+            batch.add(text, number)
+        number += 1
+        if batch.is_full:
+            yield batch.take()
+    yield batch.take()
+
+
+class Batch:
+    """Collects texts to a block of bounded size."""
+
+    def __init__(self, path: str):
+        self.path, self.first, self.last = path, 0, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.texts: list[str] = []
+        self.records: list[int] = []
+        self.bad: list[tuple[int, str]] = []
+        self.size = 0
+
+    def add(self, text: str, record: int) -> None:
+        self.texts.append(text)
+        self.records.append(record)
+        self.size += len(text)
+        self.last = record
+
+    @property
+    def is_full(self) -> bool:
+        return self.size >= BLOCK_BYTES or len(self.bad) >= 10_000
+
+    def take(self) -> Block:
+        count = len(self.texts) + len(self.bad)
+        block = Block(self.texts, np.array(self.records, np.int64), self.first, self.bad, count, self.path)
+        self.first += count
+        self._clear()
+        return block
+
+
+def open_parquet(path: str, key: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(open_raw(path) if is_url(path) else path, memory_map=not is_url(path))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: not a readable parquet file: {error}") from None
+    names = table.schema_arrow.names
+    if key not in names:
+        raise DataError(f"{path}: no column {key!r} (columns: {', '.join(names[:8])})")
+    kind = table.schema_arrow.field(key).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)):
+        raise DataError(f"{path}: column {key!r} holds {kind}, not text")
+    return table
+
+
+def read_parquet(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
+    yield from read_batches(file.path, options, None, 0)
+
+
+def read_batches(path: str, options: ReadOptions, groups: range | None, first: int) -> Iterator[Block]:
+    import pyarrow as pa
+
+    table = open_parquet(path, options.key)
+    try:
+        rows = 4096
+        wanted = list(groups) if groups is not None else None
+        for batch in table.iter_batches(batch_size=rows, row_groups=wanted, columns=[options.key], use_threads=False):
+            column = batch.column(0)
+            try:
+                texts = column.to_pylist()
+                bad: list[tuple[int, str]] = []
+                records = None
+            except UnicodeDecodeError:
+                texts, bad = _decode_rows(column, first)
+            if None in texts:
+                bad += [
+                    (first + i, "null, not text")
+                    for i, t in enumerate(texts)
+                    if t is None and (first + i) not in dict(bad)
+                ]
+            if bad:
+                records = np.array([first + i for i, t in enumerate(texts) if t is not None], dtype=np.int64)
+                texts = [t for t in texts if t is not None]
+            yield Block(texts, records, first, sorted(bad), len(column), path)
+            first += len(column)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: damaged after row {first:,}: {error}") from None
+
+
+def column_bytes(table: Any, group: int, column: int) -> int:
+    # schema_arrow lists top-level fields; nested ones shift the physical columns, so look the name up there
+    name = table.schema_arrow.names[column]
+    row_group = table.metadata.row_group(group)
+    for index in range(row_group.num_columns):
+        if row_group.column(index).path_in_schema == name:
+            return int(row_group.column(index).total_uncompressed_size)
+    return int(row_group.total_byte_size)
+
+
+def _decode_rows(column: Any, first: int) -> tuple[list[str | None], list[tuple[int, str]]]:
+    import pyarrow as pa
+
+    texts: list[str | None] = []
+    bad: list[tuple[int, str]] = []
+    for index, value in enumerate(column.cast(pa.large_binary()).to_pylist()):
+        try:
+            texts.append(None if value is None else value.decode())
+        except UnicodeDecodeError as error:
+            texts.append(None)
+            bad.append((first + index, f"invalid UTF-8 at byte {error.start + 1}"))
+    return texts, bad

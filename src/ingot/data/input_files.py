@@ -1,0 +1,253 @@
+"""Which files the input is, and their bytes: plain or compressed, on a disk or in an object store."""
+
+import bz2
+import fnmatch
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ingot.data.remote import NotThere, Remote
+from ingot.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".txt": "text",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+}
+READ_BYTES = 1 << 20
+HUB = "hf://"
+_BOMB_FREE = 1 << 26  # output below this is never called a bomb
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How documents are taken out of files."""
+
+    key: str = "text"  # field, column
+    max_document_bytes: int = 1 << 26
+    max_expansion: int = 200  # times its size that a compressed file may grow to
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file: where, how large, and what its name says about it."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    format: str
+    compression: str | None
+
+
+def find_files(inputs: Sequence[str | Path]) -> list[SourceFile]:
+    """Files, folders, globs and URLs to a list of files, in the order given, sorted within each."""
+    found: list[SourceFile] = []
+    for given in inputs:
+        text = os.path.expanduser(str(given))
+        if text.startswith(HUB):
+            found.append(SourceFile(text, 0, 0, "hub", None))
+            continue
+        if is_url(text):
+            found += _find_remote(text)
+            continue
+        if os.path.isdir(text):
+            names = sorted(str(p) for p in Path(text).rglob("*") if p.is_file() and format_of(p.name) is not None)
+            if not names:
+                raise DataError(f"{given}: no json, jsonl, txt, parquet or csv file in this folder")
+        elif os.path.isfile(text):
+            names = [text]
+        else:
+            names = sorted(n for n in glob.glob(text, recursive=True) if os.path.isfile(n))
+            if not names:
+                raise DataError(f"{given}: no such file")
+        found += [_describe(name) for name in names]
+    if not found:
+        raise DataError("no input files were given")
+    return found
+
+
+def hub_source(dataset: str, subset: str | None, split: str) -> str:
+    """A Hugging Face hub data set as an input; `val` and the truncated splits are named as LLM Foundry names them."""
+    folder = "validation" if split.startswith("val") else "train" if split.startswith("train") else split
+    return f"{HUB}{dataset}?{subset or ''}#{folder}"
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is in an object store or on a web server."""
+    return "://" in path
+
+
+def _find_remote(url: str) -> list[SourceFile]:
+    """One object, or those right below a folder that match a pattern or have a known ending."""
+    folder, _, name = url.rpartition("/")
+    store = Remote(folder)
+    if not any(c in name for c in "*?[") and name and (size := store.size(name)) is not None:
+        return [_source(url, size, 0)]
+    if not any(c in name for c in "*?["):
+        folder, name = url.rstrip("/"), ""
+        store = Remote(folder)
+    names = [n for n in store.names() if (fnmatch.fnmatch(n, name) if name else format_of(n) is not None)]
+    sizes = [(n, store.size(n)) for n in names]
+    found = [_source(f"{folder}/{n}", size, 0) for n, size in sizes if size is not None]
+    if not found:
+        raise DataError(f"{url}: no such object, and no json, jsonl, txt, parquet or csv file in a folder of this name")
+    return found
+
+
+class _RemoteFile(io.RawIOBase):
+    """An object as a file: every read is a request for a range, tried again when it fails."""
+
+    def __init__(self, url: str):
+        folder, _, self.object = url.rpartition("/")
+        self.remote = Remote(folder)
+        size = self.remote.size(self.object)
+        if size is None:
+            raise DataError(f"{url}: no longer there")
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self.size - self.at)
+        if count <= 0:
+            return 0
+        try:
+            data = self.remote.retry(self.object, lambda: b"".join(self.remote.stream(self.object, self.at, count)))
+        except NotThere:
+            raise DataError(f"{self.remote.url}/{self.object}: gone while it was read") from None
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+
+def open_raw(path: str) -> IO[bytes]:
+    """A file's bytes as they are stored."""
+    if is_url(path):
+        return io.BufferedReader(_RemoteFile(path), 8 << 20)
+    return open(path, "rb")
+
+
+def format_of(name: str) -> tuple[str, str | None] | None:
+    stem, suffix = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(suffix)
+    if compression:
+        inner = FORMATS.get(os.path.splitext(stem)[1])
+        if inner is None and compression == "zip":
+            inner = "zip"
+        return (inner, compression) if inner else None
+    known = FORMATS.get(suffix)
+    return (known, None) if known else None
+
+
+def _describe(name: str) -> SourceFile:
+    stat = os.stat(name)
+    return _source(os.path.abspath(name), stat.st_size, stat.st_mtime_ns)
+
+
+def _source(path: str, size: int, mtime_ns: int) -> SourceFile:
+    # A file that was named and has no known ending is text: source code, markdown, a LICENSE.
+    kind, compression = format_of(path) or ("text", COMPRESSIONS.get(os.path.splitext(path.lower())[1]))
+    return SourceFile(path, size, mtime_ns, "zip" if compression == "zip" else kind, compression)
+
+
+def is_lines(file: SourceFile) -> bool:
+    """Whether a file holds one JSON object per line; `.json` may also be an array or one object over many lines."""
+    if file.format != "json":
+        return file.format == "jsonl"
+    try:
+        with open_file(file, ReadOptions()) as stream:
+            return starts_with_line_of_json(stream.read(READ_BYTES))
+    except OSError as error:
+        raise DataError(f"{file.path}: cannot be read: {error.strerror or error}") from None
+
+
+def starts_with_line_of_json(head: bytes) -> bool:
+    line = head.lstrip(b"\xef\xbb\xbf \t\r\n").split(b"\n", 1)[0]
+    if not line.startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return len(line) >= READ_BYTES // 2 or line.rstrip().endswith(b"}")  # one long line, or a broken one
+    return True
+
+
+class Guarded(io.RawIOBase):
+    """A decompressed stream that names its file in errors, and stops at a decompression bomb."""
+
+    def __init__(self, stream: Any, source: Any, name: str, limit: int):
+        self.stream, self.source, self.name, self.limit = stream, source, name, limit
+        self.done = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self.stream.read(len(buffer))
+        except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self.name}: damaged or cut short after {self.done:,} bytes of text: {error}") from None
+        self.done += len(data)
+        if self.done > self.limit:
+            raise DataError(
+                f"{self.name}: expands to more than {self.limit:,} bytes, which looks like a decompression bomb; "
+                "if it is genuine, raise max_expansion"
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+            self.source.close()
+        super().close()
+
+
+def open_file(file: SourceFile, options: ReadOptions) -> IO[bytes]:
+    """A file's bytes, decompressed."""
+    try:
+        source: Any = open_raw(file.path)
+        if file.compression is None:
+            return source
+        if file.compression == "zstd":
+            import pyarrow as pa  # unlike python-zstandard's reader, it notices a file that was cut short
+
+            stream = pa.CompressedInputStream(pa.PythonFile(source, "r"), "zstd")
+        else:
+            opener: Any = {"gzip": gzip.open, "xz": lzma.open, "bz2": bz2.open}[file.compression]
+            stream = opener(source, "rb")
+    except (OSError, EOFError) as error:
+        raise DataError(f"{file.path}: cannot be opened: {error}") from None
+    return io.BufferedReader(Guarded(stream, source, file.path, expansion_limit(file, options)), READ_BYTES)
+
+
+def expansion_limit(file: SourceFile, options: ReadOptions) -> int:
+    """Bytes beyond which the contents of a compressed file are taken for a decompression bomb."""
+    return max(_BOMB_FREE, file.size * options.max_expansion)

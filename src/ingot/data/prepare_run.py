@@ -1,0 +1,518 @@
+"""One split on its way from files to shards: what is done, what comes next, and how it survives a crash.
+
+Workers turn pieces of the input into parts, and parts into shards; this file only decides who does what. A shard is
+written as soon as the parts that it spans are there, and those parts are then removed, so little more than the data
+set itself is ever on the disk. Each finished task is a line in a journal; the same command reads it and does the rest.
+The split appears under its final name by one rename, when it is complete.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ingot.data import indexed_writer as indexed
+from ingot.data import mds_writer as mds
+from ingot.data.files import write_json
+from ingot.data.input_files import ReadOptions, SourceFile
+from ingot.data.packing import Plan, Shard, make_packer
+from ingot.data.prepare_progress import Reporter
+from ingot.data.prepare_worker import BUCKETS, LONGEST, Job, Worker, WorkerProcess, part_paths, piece_to_json
+from ingot.data.sources import Piece, plan_pieces
+from ingot.data.tokenizer import Tokenizer, load_tokenizer
+from ingot.errors import DataError, disk_error
+
+Tasks = queue.Queue[tuple[int, Piece, bytes] | None]
+
+
+@dataclass
+class SplitReport:
+    """What was written for one split."""
+
+    folder: str
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    empty: int = 0
+    samples: int = 0
+    shards: int = 0
+    histogram: list[int] = field(default_factory=list)
+    """Documents by length: entry b counts those of 2**(b-1) to 2**b - 1 tokens."""
+    longest: list[tuple[int, str]] = field(default_factory=list)
+    """(tokens, where) of the longest documents."""
+    bad_records: list[str] = field(default_factory=list)
+    """The first few records that were skipped, and why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the output goes: a folder of its own, or a pair of files at a prefix."""
+
+    tokenizer_folder: Path
+    work: Path  # where it is built
+    folder: Path  # final folder
+    stem: str | None  # name of the pair, for the indexed format
+
+    @property
+    def owns_folder(self) -> bool:
+        """Whether the whole folder appears by one rename."""
+        return self.stem is None
+
+    @staticmethod
+    def choose(out_root: Path, split: str, format: str, prefix: str | None, key: str) -> "Target":
+        if format == "mds":
+            return Target(out_root / "tokenizer", out_root / f".{split}.partial", out_root / split, None)
+        place = Path(prefix) if prefix else out_root / split / split
+        stem = f"{place.name}_{key}_document"
+        tokenizer_folder = (place.parent if prefix else out_root) / "tokenizer"
+        return Target(tokenizer_folder, place.parent / f".{stem}.partial", place.parent, stem)
+
+    def remove(self) -> None:
+        """Delete an earlier result, finished or not."""
+        shutil.rmtree(self.work, ignore_errors=True)
+        if self.owns_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            for suffix in ("idx", "bin", "meta.json"):
+                (self.folder / f"{self.stem}.{suffix}").unlink(missing_ok=True)
+
+    @property
+    def meta(self) -> Path:
+        return self.folder / (f"{self.stem}.meta.json" if self.stem else "meta.json")
+
+
+class Preparation:
+    """One split on its way: which pieces and shards are done, what comes next."""
+
+    def __init__(
+        self,
+        target: Target,
+        plan: Plan,
+        files: list[SourceFile],
+        tokenizer: Tokenizer | None,
+        options: ReadOptions,
+        workers: int,
+        reporter: Reporter,
+    ):
+        self.target, self.plan, self.files, self.tokenizer = target, plan, files, tokenizer
+        self.options, self.workers, self.reporter = options, workers, reporter
+        self.signature = self._signature()
+        self.pieces: dict[int, dict[str, Any]] = {}  # finished pieces and what was in them
+        self.shards: dict[int, dict[str, Any]] = {}  # finished shards and their index entries
+        self.lock = threading.Condition()
+        self.error: tuple[int, Exception] | None = None
+        self.stopped = False
+        self.running = 0
+        self.pieces_ended: int | None = None  # number of pieces, once known
+        self.prefix = 0  # pieces [0, prefix) are done and in the packer
+        self.shard_tasks: deque[tuple[dict[str, Any], bytes]] = deque()
+        self.waiting_parts: dict[int, int] = {}  # shards that still need a part; at 0 it is removed
+        self.shard_parts: dict[int, list[int]] = {}
+
+    def run(self) -> SplitReport:
+        """Do everything that is left, and put the result in place."""
+        finished = self._already_finished()
+        if finished:
+            shutil.rmtree(self.target.work, ignore_errors=True)  # left if it was killed at the very end
+            self.reporter.say(f"{self.target.meta.parent}: already complete")
+            return finished
+        self._check_tokenizer()
+        try:
+            self.target.work.mkdir(parents=True, exist_ok=True)
+            with (self.target.work / "lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise DataError(f"{self.target.work}: another `prepare` is at work here; wait for it") from None
+                return self._run_locked()
+        except OSError as error:
+            raise disk_error("write to", self.target.work, error) from None
+
+    def _run_locked(self) -> SplitReport:
+        job = self._start_or_resume()
+        self.packer = make_packer(self.plan, job)
+        self.reporter.start(sum(f.size for f in self.files), resumed=len(self.pieces))
+        try:
+            self._work(job)
+        finally:
+            self.reporter.stop()
+        report = self._assemble(job)
+        shutil.rmtree(self.target.work, ignore_errors=True)
+        return report
+
+    # ---- before ----
+
+    def _signature(self) -> str:
+        """A name for this output: the same command on the same input."""
+        content: dict[str, Any] = {
+            "plan": asdict(self.plan),
+            "options": asdict(self.options),
+            "files": [[f.path, f.size] for f in self.files],
+            "tokenizer": self.tokenizer.fingerprint() if self.tokenizer else None,
+            "format": 1,
+        }
+        del content["plan"]["engine"]  # the ids are the same
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _already_finished(self) -> SplitReport | None:
+        target = self.target
+        if target.meta.is_file():
+            try:
+                meta = json.loads(target.meta.read_text(encoding="utf-8"))
+                if meta["prepare"]["signature"] == self.signature:
+                    return SplitReport(**{**meta["prepare"]["report"], "folder": str(target.folder)})
+            except (ValueError, KeyError, TypeError):
+                pass
+        taken = target.folder if target.owns_folder else target.folder / f"{target.stem}.idx"
+        if taken.exists() and (not target.owns_folder or any(taken.iterdir())):
+            raise DataError(
+                f"{taken}: already there, and made from other input or with other options; "
+                "remove it, or choose another output"
+            )
+        return None
+
+    def _check_tokenizer(self) -> None:
+        folder = self.target.tokenizer_folder
+        if self.tokenizer is None or not (folder / "tokenizer.json").is_file():
+            return
+        if load_tokenizer(folder).fingerprint() != self.tokenizer.fingerprint():
+            raise DataError(
+                f"{folder}: the data set there was made with another tokenizer; use that one, or choose another output"
+            )
+
+    def _start_or_resume(self) -> Job:
+        work = self.target.work
+        state = work / "state.json"
+        inputs = [[f.path, f.size, f.mtime_ns] for f in self.files]
+        streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
+        fresh = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * self.workers}
+        old = _read_json(state)
+        if old and all(old.get(k) == fresh[k] for k in ("signature", "inputs")):
+            self.whole_files = bool(old["whole_files"])
+        else:
+            if old:
+                self.reporter.say(f"{work}: left by another command or other input; starting again")
+            _empty(work)
+            self.whole_files = bool(fresh["whole_files"])
+            write_json(state, fresh)
+        for name in ("parts", "shards"):
+            (work / name).mkdir(exist_ok=True)
+        if self.tokenizer:
+            self.tokenizer.save(work / "tokenizer")
+        job = Job(
+            folder=str(work),
+            tokenizer=str(work / "tokenizer") if self.tokenizer else None,
+            engine=self.plan.engine,
+            dtype=self.plan.dtype,
+            before=self.plan.before,
+            after=self.plan.after,
+            format=self.plan.format,
+            concat_tokens=self.plan.concat_tokens,
+            compression=self.plan.compression,
+            size_limit=self.plan.size_limit,
+            skip_bad=self.plan.skip_bad,
+            options=self.options,
+        )
+        self._read_journal(job)
+        self.journal = (work / "journal.jsonl").open("a", encoding="utf-8")
+        return job
+
+    def _read_journal(self, job: Job) -> None:
+        path = self.target.work / "journal.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        if len(whole) < len(lines):  # killed while it wrote the last one
+            path.write_text("".join(whole), encoding="utf-8")
+        for line in whole:
+            entry = json.loads(line)
+            kind, number = entry["task"], entry["number"]
+            (self.pieces if kind == "tokenize" else self.shards)[number] = entry["done"]
+        for number, done in list(self.pieces.items()):
+            data, lengths = part_paths(job, number)
+            # A part that is gone has served its shards; one that is damaged (a power cut) must be made again.
+            if data.exists() and (not lengths.exists() or _file_hash(data) != done["hash"]):
+                del self.pieces[number]
+
+    # ---- the work ----
+
+    def _work(self, job: Job) -> None:
+        tasks: Tasks = queue.Queue(maxsize=2)
+        stop = threading.Event()
+        reader = threading.Thread(target=self._read_pieces, args=(tasks, stop), daemon=True)
+        reader.start()
+        if self.workers == 0:
+            self._drive(Worker(job).run, tasks)
+        else:
+            processes = [WorkerProcess(job) for _ in range(self.workers)]
+            threads = [threading.Thread(target=self._drive, args=(p.run, tasks), daemon=True) for p in processes]
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    while thread.is_alive():  # in slices, so that Ctrl-C is heard
+                        thread.join(0.2)
+                        self.reporter.refresh()
+            finally:
+                with self.lock:
+                    self.stopped = True
+                    self.lock.notify_all()
+                for process in processes:
+                    process.end()
+        stop.set()
+        while reader.is_alive():
+            try:
+                tasks.get_nowait()
+            except queue.Empty:
+                reader.join(0.05)
+        if self.error:
+            raise self.error[1]
+
+    def _read_pieces(self, tasks: Tasks, stop: threading.Event) -> None:
+        """A thread: the pieces that are not done yet, a few ahead of use."""
+        try:
+            number = 0
+            for number, (piece, handed) in enumerate(plan_pieces(self.files, self.whole_files, self.options), 1):
+                if stop.is_set():
+                    return
+                if number - 1 in self.pieces:
+                    self.reporter.skip(piece.size, self.pieces[number - 1])
+                else:
+                    tasks.put((number - 1, piece, handed))
+            with self.lock:
+                self.pieces_ended = number if self.pieces_ended is None else self.pieces_ended
+        except Exception as error:
+            self._fail(1 << 60, error)
+        tasks.put(None)
+
+    def _drive(self, run: Callable[..., dict[str, Any]], tasks: Tasks) -> None:
+        """Give one worker its tasks until there are none. Shards first: they let parts be removed."""
+        try:
+            while True:
+                with self.lock:
+                    self._advance()
+                    if self.error or self.stopped:
+                        return
+                    task = self.shard_tasks.popleft() if self.shard_tasks else None
+                    if task is None and self.enough:
+                        if self.running == 0:
+                            return
+                        self.lock.wait(0.5)
+                        continue
+                    self.running += 1
+                piece_size = 0
+                if task is None:
+                    item = self._next_piece(tasks)
+                    if item is None:
+                        with self.lock:
+                            self.running -= 1
+                            self.lock.notify_all()
+                            if not self.enough:
+                                self.lock.wait(0.02)
+                        continue
+                    number, piece, handed = item
+                    task = {"task": "tokenize", "number": number, "piece": piece_to_json(piece)}, handed
+                    piece_size = piece.size
+                    del item, handed
+                head, blob = task
+                del task
+                done = run(head, blob, self.reporter.advance)
+                del blob
+                with self.lock:
+                    self._record(head, done)
+                    self.running -= 1
+                    self.lock.notify_all()
+                self.reporter.consumed(piece_size)
+        except Exception as error:
+            with self.lock:
+                self.running -= 1
+            self._fail(0, error)
+
+    @property
+    def enough(self) -> bool:
+        """Whether no further piece is needed."""
+        return self.pieces_ended is not None and all(n in self.pieces for n in range(self.prefix, self.pieces_ended))
+
+    def _next_piece(self, tasks: Tasks) -> tuple[int, Piece, bytes] | None:
+        try:
+            item = tasks.get(timeout=0.02)
+        except queue.Empty:
+            return None
+        if item is None:
+            tasks.put(None)  # for the other drivers
+            return None
+        with self.lock:
+            if self.pieces_ended is not None and item[0] >= self.pieces_ended:  # beyond max_samples
+                return None
+        return item
+
+    def _fail(self, order: int, error: Exception) -> None:
+        with self.lock:
+            if self.error is None or self.error[0] > order:
+                self.error = (order, error)
+            self.lock.notify_all()
+
+    def _record(self, head: dict[str, Any], done: dict[str, Any]) -> None:
+        """Note a finished task, in memory and in the journal."""
+        number = head["number"]
+        (self.pieces if head["task"] == "tokenize" else self.shards)[number] = done
+        line = json.dumps({"task": head["task"], "number": number, "done": done})
+        self.journal.write(line + "\n")
+        self.journal.flush()
+        if head["task"] == "shard":
+            self._release(number)
+
+    def _advance(self) -> None:
+        """Give finished pieces, in order, to the packer; it says which shards can be written."""
+        while self.prefix in self.pieces and (self.pieces_ended is None or self.prefix < self.pieces_ended):
+            self._plan_shards(self.packer.add(self.prefix, int(self.pieces[self.prefix]["units"])))
+            self.prefix += 1
+            if self.packer.is_full:
+                self.pieces_ended = self.prefix
+        if self.pieces_ended is not None and self.prefix >= self.pieces_ended and not self.packer.finished:
+            self._plan_shards(self.packer.finish())
+
+    def _plan_shards(self, planned: list[Shard]) -> None:
+        for shard in planned:
+            parts = [part for part, _, _ in shard.parts]
+            self.shard_parts[shard.number] = parts
+            for part in parts:
+                self.waiting_parts[part] = self.waiting_parts.get(part, 0) + 1
+            if shard.number in self.shards:
+                self._release(shard.number)
+            else:
+                head = {"task": "shard", "number": shard.number, "parts": shard.parts}
+                self.shard_tasks.append((head, shard.irregular))
+
+    def _release(self, shard: int) -> None:
+        """Remove the parts that no shard needs any more."""
+        for part in self.shard_parts.pop(shard):
+            self.waiting_parts[part] -= 1
+            if self.waiting_parts[part] == 0 and part < self.packer.open_part:
+                data, lengths = part_paths(self.packer.job, part)
+                data.unlink(missing_ok=True)
+                if not self.packer.needs_lengths:
+                    lengths.unlink(missing_ok=True)
+
+    # ---- after ----
+
+    def _assemble(self, job: Job) -> SplitReport:
+        """Index and meta data, then the final name."""
+        self.journal.close()
+        target, work = self.target, self.target.work
+        report = self._summary()
+        if not report.tokens and not report.bytes:
+            raise DataError(f"no text in {len(self.files)} input files, the first being {self.files[0].path}")
+        entries = [self.shards[k] for k in sorted(self.shards)]
+        built = work / "shards"
+        if self.plan.format == "indexed":
+            lengths = [part_paths(job, n)[1] for n in range(self.prefix)]
+            if (built / "tokens.bin").exists():
+                with (built / "tokens.bin").open("ab") as file:
+                    os.fsync(file.fileno())
+            indexed.write_idx(built / "tokens.idx", np.dtype(self.plan.dtype), lengths)
+            name = f"{target.stem}.bin"
+            report.shards = 1
+            shards = [{"basename": name, "tokens": report.tokens}]
+        else:
+            mds.write_index(built, entries)
+            report.samples = sum(e["samples"] for e in entries)
+            report.shards = len(entries)
+            shards = [
+                {"basename": e["raw_data"]["basename"], "tokens": t}
+                for e, t in zip(entries, self.packer.shard_units, strict=True)
+            ]
+        meta = {
+            "version": 1,
+            "format": self.plan.format,
+            "tokens": report.tokens,
+            "documents": report.documents,
+            "bytes": report.bytes,
+            "vocab_size": self.tokenizer.vocab_size if self.tokenizer else None,
+            "max_token": max((self.pieces[n]["max_token"] for n in range(self.prefix)), default=0),
+            "eos_id": self.tokenizer.eos_id if self.tokenizer else None,
+            "shards": shards if self.tokenizer else [],
+            "prepare": {
+                "signature": self.signature,
+                "tokenizer": self.tokenizer.fingerprint() if self.tokenizer else None,
+                "concat_tokens": self.plan.concat_tokens if self.plan.format == "mds" else None,
+                "report": {**asdict(report), "folder": ""},
+            },
+        }
+        for left in [*built.glob(".*.tmp"), *target.tokenizer_folder.glob(".*.tmp")]:
+            left.unlink(missing_ok=True)  # a run that was killed was writing them
+        if self.tokenizer:
+            self.tokenizer.save(target.tokenizer_folder)
+        if target.owns_folder:
+            write_json(built / "meta.json", meta)
+            if target.folder.exists():
+                target.folder.rmdir()  # it is empty, or the run would have been refused
+            built.replace(target.folder)
+        else:
+            if (built / "tokens.bin").exists():  # not if an earlier run got this far
+                (built / "tokens.bin").replace(target.folder / f"{target.stem}.bin")
+            write_json(built / "meta.json", meta)
+            (built / "meta.json").replace(target.meta)
+            (built / "tokens.idx").replace(target.folder / f"{target.stem}.idx")  # last: without it there is no pair
+        return report
+
+    def _summary(self) -> SplitReport:
+        report = SplitReport(str(self.target.folder))
+        report.histogram = [0] * BUCKETS
+        for number in range(self.prefix):
+            done = self.pieces[number]
+            report.documents += done["documents"] - done["empty"]
+            report.bytes += done["bytes"]
+            report.skipped += done["skipped"]
+            report.empty += done["empty"]
+            report.tokens += done["units"]
+            report.histogram = [a + b for a, b in zip(report.histogram, done["histogram"], strict=True)]
+            longest = [*report.longest, *((int(size), str(where)) for size, where in done["longest"])]
+            report.longest = sorted(longest, key=lambda pair: -pair[0])[:LONGEST]
+            report.bad_records = [*report.bad_records, *done["bad"]][:LONGEST]
+        kept = sum(self.packer.shard_units)
+        if self.plan.format == "mds" and self.tokenizer and kept != report.tokens:
+            # samples were left out: at the end, or by no_wrap. Text counts are scaled to what was kept.
+            share = kept / report.tokens if report.tokens else 0.0
+            report.bytes, report.documents = round(report.bytes * share), round(report.documents * share)
+            report.tokens = kept
+        if not self.tokenizer:
+            report.tokens = 0
+        return report
+
+
+def _file_hash(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.name == "lock":
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

@@ -1,0 +1,255 @@
+"""A data set: one long sequence of tokens, cut into windows when training starts.
+
+Window i is tokens[i*S : i*S + S + 1]: the first S are the input, the last S the labels, so neighbours share one token
+and every token but the very first is predicted once. The sequence length is thus not baked into the files: samples
+stored in any length are split or joined. The last window may be short: its rest is token 0, with labels IGNORE.
+"""
+
+import hashlib
+import json
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ingot.data.indexed import IndexFile
+from ingot.data.order import Order
+from ingot.errors import DataError
+
+IGNORE = -100  # the label of a position without a next token
+OPEN_SHARDS = 256  # memory maps kept open; each holds a file descriptor
+MAX_BLOCK_SAMPLES = 1 << 16
+
+
+class Shard(Protocol):
+    """Tokens in one file."""
+
+    tokens: int
+
+    def read(self, start: int, out: np.ndarray) -> None: ...
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What `prepare` left in meta.json; all unknown for data of other tools."""
+
+    bytes: int | None = None
+    max_token: int | None = None
+    eos_id: int | None = None
+    shard_tokens: dict[str, int] = field(default_factory=dict)  # by file
+
+
+class Dataset(ABC):
+    """Samples by number: what a loader reads from."""
+
+    samples: int  # windows of seq_len tokens; the last may be short
+    tokens: int
+    seq_len: int
+    tokenizer_folder: Path | None  # that of the tokenizer which made the data, where it came along
+    bytes_per_token: float | None  # of text, where known
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the console."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short hash of what the data is and how it is cut, the same on every machine."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as plain values; where reading stands is a number that the run has."""
+
+    @abstractmethod
+    def resume(self, state: dict[str, Any], position: int) -> None:
+        """Continue at a position of the run that kept this state; refuses to if the data is not the same."""
+
+    @abstractmethod
+    def taken(self, position: int) -> dict[str, int]:
+        """Samples taken from each of several sources before a position; of one source, nothing is to be said."""
+
+    @abstractmethod
+    def order(self, seed: int, shuffle: bool) -> Order:
+        """The order of its samples."""
+
+    @abstractmethod
+    def announce(self, order: Order, position: int) -> None:
+        """Say where reading stands, so that shards from elsewhere are fetched before they are needed."""
+
+    @abstractmethod
+    def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Samples by id [n] -> tokens and labels, int64 [n, S] each."""
+
+    @abstractmethod
+    def document_starts(self, ids: np.ndarray) -> np.ndarray:
+        """Where documents begin in the inputs of samples [n] -> bool [n, S]; each first position counts as one."""
+
+
+class Windows(Dataset):
+    """Windows of `seq_len` tokens over shards that are opened when first read."""
+
+    def __init__(
+        self,
+        kind: str,
+        where: str,
+        names: Sequence[str],
+        shard_tokens: Sequence[int],
+        open_shard: Callable[[int], Shard],
+        seq_len: int,
+        vocab_size: int | None,
+        *,
+        identity: Any,  # what distinguishes this data from other data
+        block_tokens: int,  # about the tokens of a shard
+        meta: Meta,
+        tokenizer_folder: Path | None = None,
+        index: IndexFile | None = None,
+        fetch_ahead: Callable[[list[int], list[int]], None] | None = None,  # shards needed now and soon
+    ):
+        self.kind, self.where, self.seq_len, self.vocab_size = kind, where, seq_len, vocab_size
+        self.tokens = int(sum(shard_tokens))
+        if self.tokens < 2:
+            raise DataError(f"{where} is empty: {self.tokens} tokens, and training needs at least 2; prepare it again")
+        self.samples = -(-(self.tokens - 1) // seq_len)
+        self.meta = meta
+        self.tokenizer_folder = tokenizer_folder
+        self.bytes_per_token = self.meta.bytes / self.tokens if self.meta.bytes else None
+        self._names = names
+        self._first = np.concatenate([[0], np.cumsum(np.asarray(shard_tokens, np.int64))]).tolist()  # token of shard
+        self._open_shard = open_shard
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._lock = threading.Lock()
+        self._identity, self._index, self._block_tokens = identity, index, block_tokens
+        self._fetch_ahead = fetch_ahead
+        self._announced = range(0)
+        if vocab_size is not None and self.meta.max_token is not None and self.meta.max_token >= vocab_size:
+            raise DataError(
+                f"{where} holds token ids up to {self.meta.max_token}, beyond the model's vocabulary of {vocab_size}; "
+                f"set model.vocab_size to at least {self.meta.max_token + 1} or prepare it with the model's tokenizer"
+            )
+
+    def describe(self) -> str:
+        shards = f"{len(self._names):,} shard{'s' * (len(self._names) != 1)}"
+        return (
+            f"{self.kind} {self.where}: {self.tokens:,} tokens in {shards}, {self.samples:,} samples of {self.seq_len}"
+        )
+
+    def fingerprint(self) -> str:
+        text = json.dumps([self.kind, self.seq_len, self._identity], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def state(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint()}
+
+    def resume(self, state: dict[str, Any], position: int) -> None:
+        if state != self.state():
+            raise DataError(f"the training data {self.where} is not what the checkpoint was trained on; put it back")
+
+    def taken(self, position: int) -> dict[str, int]:
+        return {}
+
+    def order(self, seed: int, shuffle: bool) -> Order:
+        # In blocks of about a shard.
+        block = min(max(1, self._block_tokens // self.seq_len), MAX_BLOCK_SAMPLES)
+        return Order(self.samples, seed, shuffle, block)
+
+    def announce(self, order: Order, position: int) -> None:
+        if self._fetch_ahead is None or position in self._announced:
+            return
+        spans, end = order.window_at(position)
+        self._announced = range(position, end)
+        now, soon = self._shards_of(spans), self._shards_of(order.window_at(end)[0])
+        with self._lock:  # a map of an evicted file would still occupy the disk
+            for number in set(self._open) - set(now) - set(soon):
+                del self._open[number]
+        self._fetch_ahead(now, [number for number in soon if number not in now])
+
+    def _shards_of(self, spans: list[tuple[int, int]]) -> list[int]:
+        """The shards that hold the samples [first, end) of each span, each once, in the order of the spans."""
+        numbers: dict[int, None] = {}
+        for first, end in spans:
+            last = min(end * self.seq_len, self.tokens - 1)  # a window ends with the first token of the next
+            begin = bisect_right(self._first, first * self.seq_len) - 1
+            numbers |= dict.fromkeys(range(begin, bisect_right(self._first, last)))
+        return list(numbers)
+
+    def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        n, length = len(ids), self.seq_len
+        rows = np.empty((n, length + 1), np.int64)  # [n, S+1]
+        short: list[tuple[int, int]] = []
+        numbers = ids.tolist()
+        if n and not 0 <= min(numbers) <= max(numbers) < self.samples:
+            raise IndexError(f"samples {min(numbers)} to {max(numbers)} of {self.samples}")
+        for k, i in enumerate(numbers):
+            start = i * length
+            number = bisect_right(self._first, start) - 1
+            if start + length < self._first[number + 1]:
+                self._shard(number).read(start - self._first[number], rows[k])
+            else:
+                count = self._read_across(start, number, rows[k])
+                if count <= length:
+                    short.append((k, count))
+        if self.vocab_size is not None and n and int(rows.view(np.uint64).max()) >= self.vocab_size:
+            self._refuse_token(ids, rows)
+        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+        for k, count in short:
+            labels[k, count - 1 :] = IGNORE
+        return tokens, labels
+
+    def document_starts(self, ids: np.ndarray) -> np.ndarray:
+        starts = np.zeros((len(ids), self.seq_len), bool)
+        starts[:, 0] = True
+        if self._index is not None:
+            for k, i in enumerate(ids.tolist()):
+                first = i * self.seq_len
+                starts[k, self._index.starts_between(first, min(first + self.seq_len, self.tokens)) - first] = True
+        elif self.meta.eos_id is not None:
+            tokens, _ = self.gather(ids)
+            starts[:, 1:] |= tokens[:, :-1] == self.meta.eos_id
+        else:
+            raise DataError(f"{self.where} does not say where documents end: its meta.json has no eos_id")
+        return starts
+
+    def _read_across(self, start: int, number: int, out: np.ndarray) -> int:
+        """Copy tokens from a global position on, through shard `number` and the next; 0 where the data has ended."""
+        count = min(len(out), self.tokens - start)
+        done = 0
+        while done < count:
+            inside = start + done - self._first[number]
+            taken = min(self._first[number + 1] - self._first[number] - inside, count - done)
+            if taken:
+                self._shard(number).read(inside, out[done : done + taken])
+            done, number = done + taken, number + 1
+        out[count:] = 0
+        return count
+
+    def _shard(self, number: int) -> Shard:
+        with self._lock:
+            if number in self._open:
+                self._open.move_to_end(number)
+            else:
+                shard = self._open_shard(number)
+                expected = self._first[number + 1] - self._first[number]
+                if shard.tokens != expected:
+                    raise DataError(
+                        f"{self.where}: {self._names[number]} has {shard.tokens:,} tokens where {expected:,} were "
+                        "counted before; prepare or copy the data again"
+                    )
+                self._open[number] = shard
+                while len(self._open) > OPEN_SHARDS:
+                    self._open.popitem(last=False)
+            return self._open[number]
+
+    def _refuse_token(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        k, column = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0]
+        place = int(ids[k]) * self.seq_len + int(column)
+        name = self._names[bisect_right(self._first, place) - 1]
+        raise DataError(
+            f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's "
+            f"vocabulary of {self.vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
+        )

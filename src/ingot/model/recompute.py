@@ -1,0 +1,35 @@
+"""Recomputing a block in the backward pass instead of keeping what its forward pass made.
+
+`full` keeps only the block's input. `selective` keeps what is dear to compute, the results of matrix products and
+attention, and recomputes the rest (norms, activations, rotations), which is most of the memory and little of the work.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+ATEN = torch.ops.aten
+DEAR = {
+    ATEN.mm.default,
+    ATEN.addmm.default,
+    ATEN._scaled_dot_product_flash_attention.default,
+    ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(block: nn.Module, kind: str, *inputs: Any) -> Tensor:
+    """Run a block so that its backward pass recomputes it; `kind` is full or selective."""
+    contexts: Callable = noop_context_fn
+    if kind == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in DEAR else CheckpointPolicy.PREFER_RECOMPUTE

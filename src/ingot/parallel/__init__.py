@@ -1,0 +1,1 @@
+"""The device mesh, and how a model is spread over it."""

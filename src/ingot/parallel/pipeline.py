@@ -1,0 +1,189 @@
+"""Pipeline parallelism: ranges of layers on different processes, driven by torch's own schedules.
+
+A stage is a GPT with only some of its parts left. Its output is hidden states, or at the last stage the loss, so that
+the head and its loss run inside the sharded module like everything else. Tied embeddings are two copies, at the first
+and the last stage, whose gradients are added before every step; their updates are then the same.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+from ingot.model.config import ModelConfig
+from ingot.model.gpt import GPT
+from ingot.parallel.config import STAGES_PER_RANK
+from ingot.parallel.context import SequenceCut
+from ingot.parallel.data import DTYPES
+from ingot.parallel.mesh import Mesh
+from ingot.parallel.weights import local
+
+SCHEDULES: dict[str, Any] = {
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleZBVZeroBubble,
+}
+
+
+def stages_of(schedule: str, stage_rank: int, ranks: int) -> list[int]:
+    """The stages that a process holds: one, two a round apart, or two of a V."""
+    if schedule == "zero_bubble":
+        return [stage_rank, 2 * ranks - 1 - stage_rank]
+    return [stage_rank + ranks * round_ for round_ in range(STAGES_PER_RANK[schedule])]
+
+
+def stage_of_parameter(name: str, config: ModelConfig, stages: int) -> int:
+    """The stage that owns a weight; a tied embedding belongs to the first."""
+    if name.startswith("blocks."):
+        layer = int(name.split(".")[1])
+        return next(s for s in range(stages) if layer in layers_of(s, config, stages))
+    return 0 if name.startswith(("wte.", "wpe.")) else stages - 1
+
+
+def layers_of(stage: int, config: ModelConfig, stages: int) -> range:
+    return range(config.n_layers * stage // stages, config.n_layers * (stage + 1) // stages)
+
+
+def keep_stage(gpt: GPT, stage: int, stages: int) -> None:
+    """Drop from a model all that other stages hold. What is left keeps its names."""
+    for layer in set(range(gpt.config.n_layers)) - set(layers_of(stage, gpt.config, stages)):
+        gpt.blocks._modules[str(layer)] = None  # type: ignore[assignment]
+    first, last = stage == 0, stage == stages - 1
+    if not first and not (last and gpt.config.tie_word_embeddings):
+        gpt._modules["wte"] = None
+    if not first and "wpe" in gpt._modules:
+        gpt._modules["wpe"] = None
+    if not last:
+        gpt._modules["norm_f"] = None
+        if "head" in gpt._modules:
+            gpt._modules["head"] = None
+
+
+class Stage(nn.Module):
+    """A range of layers: tokens or hidden states in, hidden states or the loss [1] out."""
+
+    def __init__(self, gpt: GPT, index: int, count: int, positions: Tensor, precision: str):
+        super().__init__()
+        self.gpt, self.first, self.last = gpt, index == 0, index == count - 1
+        self.index, self.positions, self.precision = index, positions, precision
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        dtype = DTYPES.get(self.precision)
+        with torch.autocast(x.device.type, dtype=dtype) if dtype is not None else nullcontext():
+            if self.first:
+                x = self.gpt.embed(x, self.positions)
+            x = self.gpt.transform(x, self.positions)
+            return torch.stack([self.gpt.loss(self.gpt.norm_f(x), labels)]) if self.last else x
+
+
+class Pipeline:
+    """The stages of this process and the schedules that run them."""
+
+    def __init__(self, stages: list[Stage], schedule: str, mesh: Mesh, cut: SequenceCut | None):
+        self.stages, self.schedule, self.mesh, self.cut = stages, schedule, mesh, cut
+        self.count = mesh.layout.pipeline * STAGES_PER_RANK[schedule]
+        self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
+        self._schedules: dict[tuple[int, int], Any] = {}
+        self._tokens: Tensor | None = None
+        self._tied_group = self._make_tied_group()
+
+    def microbatches(self, at_least: int) -> int:
+        """The number of microbatches that the schedule can take: whole rounds, and enough to fill the pipeline."""
+        ranks = self.mesh.layout.pipeline
+        return max(-(-at_least // ranks) * ranks, self.count)
+
+    def accumulate(self, tokens: Tensor, labels: Tensor, microbatches: int, batch_tokens: Tensor) -> Tensor:
+        """Add the gradients of a batch; gives this process's part of the loss (zero but at the last stage)."""
+        self._tokens = batch_tokens
+        tokens, labels = self._take(tokens), self._take(labels)
+        losses: list[Tensor] = []
+        inputs = (tokens,) if self.has_first else ()
+        target = {"target": labels, "losses": losses} if self.has_last else {}
+        self._schedule(microbatches, len(tokens) // microbatches).step(*inputs, **target, labels=labels)
+        self._add_tied_gradients()
+        total = torch.zeros((), device=self.mesh.device)
+        return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
+
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The summed loss of a batch, zero but at the last stage.
+
+        Stage after stage, not by the schedule, whose backward passes cannot all be left out; while a late stage works
+        on a batch, the early ones go on to the next.
+        """
+        tokens, labels = self._take(tokens), self._take(labels)
+        x, loss = tokens, torch.zeros((), device=self.mesh.device)
+        for index in range(self.count):
+            stage = next((s for s in self.stages if s.index == index), None)
+            if stage is None:
+                continue
+            if not stage.first and (source := self._rank_of(index - 1)) != dist.get_rank():
+                time = len(stage.positions) // self.mesh.layout.tensor
+                x = torch.empty(len(tokens), time, stage.gpt.config.d_model, device=self.mesh.device)
+                dist.recv(x, source)
+            x = stage(x, labels)
+            if stage.last:
+                loss = x.sum()
+            elif (target := self._rank_of(index + 1)) != dist.get_rank():
+                dist.send(x.float().contiguous(), target)
+        return loss
+
+    def stage_rank_of(self, index: int) -> int:
+        """The position along the pipeline axis that holds a stage."""
+        ranks = range(self.mesh.layout.pipeline)
+        return next(r for r in ranks if index in stages_of(self.schedule, r, len(ranks)))
+
+    def _rank_of(self, index: int) -> int:
+        """The process that holds a stage of this process's own pipeline."""
+        width = self.mesh.leader_of_stage(1)
+        return self.mesh.leader_of_stage(self.stage_rank_of(index)) + dist.get_rank() % width
+
+    def _take(self, tokens: Tensor) -> Tensor:
+        return self.cut.take(tokens) if self.cut is not None else tokens
+
+    def _schedule(self, microbatches: int, size: int) -> Any:
+        key = (microbatches, size)  # torch learns the shapes between stages once for each
+        if key not in self._schedules:
+            group = self.mesh.pipeline.get_group()
+            stages = [PipelineStage(s, s.index, self.count, self.mesh.device, group=group) for s in self.stages]
+            self._schedules[key] = SCHEDULES[self.schedule](
+                stages[0] if self.schedule == "1f1b" else stages, n_microbatches=microbatches, loss_fn=self._loss,
+                scale_grads=False,
+            )  # fmt: skip
+        return self._schedules[key]
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        assert self._tokens is not None
+        return output.sum() / self._tokens
+
+    # --- tied embeddings
+
+    @property
+    def tied_copies(self) -> list[Tensor]:
+        """The embeddings of this process that have a twin at the other end of the pipeline, first stage first."""
+        ends = [s for s in self.stages if s.first or s.last]
+        tied = ends and ends[0].gpt.config.tie_word_embeddings
+        return [s.gpt.wte.weight for s in sorted(ends, key=lambda s: s.index)] if tied else []
+
+    def _make_tied_group(self) -> dist.ProcessGroup | None:
+        """The two processes that hold the embedding; every process must take part in making every group."""
+        if self.schedule == "zero_bubble":
+            return None  # both ends of the V are on one process
+        width = self.mesh.leader_of_stage(1)
+        last = self.mesh.leader_of_stage(self.mesh.layout.pipeline - 1)
+        groups = [dist.new_group([column, last + column]) for column in range(width)]
+        return groups[dist.get_rank() % width]
+
+    def _add_tied_gradients(self) -> None:
+        copies = self.tied_copies
+        if not copies:
+            return
+        gradients = [local(p.grad) for p in copies if p.grad is not None]
+        if len(gradients) == 2:
+            gradients[0] += gradients[1]
+            gradients[1].copy_(gradients[0])
+        else:
+            dist.all_reduce(gradients[0], group=self._tied_group)

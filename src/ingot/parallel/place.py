@@ -1,0 +1,58 @@
+"""Which of how many processes this is, from the variables that torchrun, Slurm's srun or our own launcher set."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ingot.errors import ConfigError
+
+DEFAULT_PORT = 29500
+STORE_FD = "INGOT_STORE_FD"  # rank 0 of our own launcher: the descriptor of a socket that already listens
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among the processes of a run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    address: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+
+
+def find_place(env: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process; alone in its world if nothing says otherwise."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
+        address = env.get("MASTER_ADDR", "127.0.0.1")
+    elif "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:  # set by srun, not in a batch script or salloc shell
+        names = {"rank": "SLURM_PROCID", "world": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID"}
+        hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
+        address = env.get("MASTER_ADDR") or first_host(hosts) or "127.0.0.1"
+    else:
+        return Place()
+    number = {field: _integer(env, name) for field, name in names.items() if name in env}
+    # jobs of one cluster account that share a node must not share a port
+    port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
+    if "SLURM_JOB_ID" in env and "MASTER_PORT" not in env:
+        port = 20000 + _integer(env, "SLURM_JOB_ID") % 10000
+    place = Place(**number, address=address, port=port)
+    if not 0 <= place.rank < place.world:
+        raise ConfigError(f"{names['rank']}={place.rank} is no rank of a world of {place.world} ({names['world']})")
+    return place
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list, such as n[01-03,7],m1."""
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+))?([^,\[\]]*)?", nodes)
+    return match[1] + (match[2] or "") if match else ""
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigError(f"the environment variable {name}={env[name]!r} is not a number") from None

@@ -1,0 +1,97 @@
+"""Tensor parallelism: every matrix cut over the `tensor` axis, and between matrices the sequence (sequence parallel).
+
+qkv and up are cut by output rows, out and down by input columns, the embedding by tokens. Norms and residuals work on
+a part of the sequence each. The loss is taken from logits that no process ever holds whole.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ingot.model.gpt import GPT, IGNORE
+from ingot.parallel.collectives import all_gather
+from ingot.parallel.mesh import Mesh
+
+BLOCK = {
+    "norm_1": SequenceParallel(),
+    "attn.qkv": ColwiseParallel(input_layouts=Shard(1)),
+    "attn.out": RowwiseParallel(output_layouts=Shard(1)),
+    "norm_2": SequenceParallel(),
+    "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+ENDS = {
+    "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),  # [B, T] -> [B, T/tensor, d]
+    "wpe": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # [T] -> [T/tensor, d]
+    "norm_f": SequenceParallel(use_local_output=True),
+    "head": ColwiseParallel(),  # only its weight is used, by the loss below
+}
+
+
+def shard_tensors(gpt: GPT, mesh: Mesh) -> None:
+    """Cut a model's matrices, and let its loss work on a part of the vocabulary."""
+    present = dict(gpt.named_modules())
+    parallelize_module(gpt, mesh.tensor, {name: style for name, style in ENDS.items() if name in present})
+    for block in gpt.blocks.children():
+        parts = dict(block.named_modules())
+        parallelize_module(block, mesh.tensor, {name: style for name, style in BLOCK.items() if name in parts})
+    gpt.loss = partial(vocabulary_parallel_loss, gpt, mesh)  # type: ignore[method-assign]
+
+
+def own_heads(gpt: GPT, mesh: Mesh) -> slice:
+    """The query heads that this process computes."""
+    per_rank = gpt.config.n_heads // mesh.layout.tensor
+    return slice(per_rank * mesh.tensor_rank, per_rank * (mesh.tensor_rank + 1))
+
+
+def vocabulary_parallel_loss(gpt: GPT, mesh: Mesh, hidden: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross-entropy of hidden [B, T/tensor, d] and labels [B, T], equal on all processes of the axis."""
+    group = mesh.tensor.get_group()
+    hidden = all_gather(hidden, 1, group)  # [B, T, d]
+    weight = gpt.wte.weight if gpt.config.tie_word_embeddings else gpt.head.weight
+    assert isinstance(weight, DTensor)
+    logits = F.linear(hidden, weight.to_local()).float().flatten(0, 1)  # [B T, V/tensor]
+    first = mesh.tensor_rank * logits.shape[1]
+    return _CrossEntropy.apply(logits, labels.flatten(), first, gpt.config.vocab_size, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy over logits whose columns are spread over a group: three small all-reduces of [tokens]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, vocab: int, group: dist.ProcessGroup) -> Tensor:
+        columns = torch.arange(first, first + logits.shape[1], device=logits.device)
+        logits = logits.masked_fill(columns >= vocab, float("-inf"))  # rows of padding are never predicted
+        highest = logits.max(1).values
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        probabilities = (logits - highest[:, None]).exp()
+        total = probabilities.sum(1)
+        dist.all_reduce(total, group=group)
+        counted = labels != IGNORE
+        own = (labels >= first) & (labels < first + logits.shape[1])
+        column = torch.where(own, labels - first, 0)
+        target = torch.where(own, logits.gather(1, column[:, None])[:, 0] - highest, 0.0)
+        dist.all_reduce(target, group=group)
+        probabilities /= total[:, None]
+        ctx.save_for_backward(probabilities, column, own, counted)
+        return torch.where(counted, total.log() - target, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, column, own, counted = ctx.saved_tensors
+        slope = probabilities.scatter_add(1, column[:, None], -own[:, None].to(probabilities.dtype))
+        return slope * (counted * gradient)[:, None], None, None, None, None

@@ -1,0 +1,96 @@
+"""Whose vocabulary a file has is seen from its keys; files of none, or of two, are refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Ingot
+
+from ingot.config.load import load_config, translate
+from ingot.errors import ConfigError
+from ingot.train.config import RunConfig
+
+HERE = Path(__file__).parent
+MPT, PYTHIA, PILE = HERE / "foundry/mpt-125m.yaml", HERE / "neox/70M.yml", HERE / "neox/pile.yml"
+
+
+def error_of(*arguments: object, dialect: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RunConfig, [str(argument) for argument in arguments], dialect=dialect)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["foundry", "neox", "megatron"])
+def test_every_file_is_recognised(name: str) -> None:
+    for path in (HERE / name).iterdir():
+        assert translate(RunConfig, [str(path)]).dialect.name == name, path
+
+
+def test_a_native_file_stays_native(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("seed: 3\nmodel: {d_model: 64, n_heads: 4}\ndata: {train: {path: x}}\n")
+    assert load_config(RunConfig, [str(path)]).model.d_model == 64
+    with pytest.raises(ConfigError, match="native config already"):
+        translate(RunConfig, [str(path)])
+
+
+def test_a_file_of_no_known_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text("services:\n  web:\n    image: nginx\n")
+    assert error_of(path).startswith(f"{path}: none of its keys (services.web.image) is known")
+
+
+def test_two_vocabularies_are_refused_in_two_files_and_in_one(tmp_path: Path) -> None:
+    assert f"{MPT} is foundry; {PYTHIA} is neox; give files of one" in error_of(MPT, PYTHIA)
+    mixed = tmp_path / "mixed.yml"
+    mixed.write_text(PILE.read_text() + "train_loader: {name: text}\n")
+    message = error_of(PYTHIA, mixed)
+    assert (
+        message
+        == f"{mixed}:9: unknown key train_loader.name of GPT-NeoX; it is a key of LLM Foundry, and a run is described in one vocabulary."
+    )
+
+
+def test_the_vocabulary_can_be_said() -> None:
+    assert "unknown key" in error_of(MPT, dialect="neox")
+    assert error_of(MPT, dialect="fairseq") == "there is no dialect fairseq; there are foundry, neox, megatron"
+
+
+def test_convert_prints_a_recipe_that_means_the_same_and_what_became_of_each_key(ingot: Ingot, tmp_path: Path) -> None:
+    for files in ([MPT], [PYTHIA, PILE, "train-batch-size=1024"], [HERE / "megatron/llama-8b.sh"]):
+        printed = ingot("config", "convert", *map(str, files)).stdout
+        recipe = tmp_path / "native.yaml"
+        recipe.write_text(printed)
+        foreign = load_config(RunConfig, [str(file) for file in files])
+        assert load_config(RunConfig, [str(recipe), f"name={foreign.name}"]) == foreign
+        assert "not needed: " in printed and " -> model.n_layers: " in printed
+
+
+def test_convert_shows_the_rest_of_a_run_that_is_refused(ingot: Ingot) -> None:
+    done = ingot("config", "convert", str(PYTHIA), str(PILE), "moe_num_experts=8", check=False)
+    assert done.returncode == 2 and "moe_num_experts = 8: mixtures of experts are not supported" in done.stderr
+    assert yaml.safe_load(done.stdout)["model"]["n_layers"] == 6 and "refused: mixtures of experts" in done.stdout
+
+
+def test_train_takes_megatrons_own_command_line(ingot: Ingot) -> None:
+    done = ingot("train", "--dialect", "megatron", "--", "--num-layers", "2", "--num-experts", "4", check=False)
+    assert done.returncode == 2 and "num_experts = 4: mixtures of experts are not supported" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_file_of_each_vocabulary_trains(ingot: Ingot, data: Path, tmp_path: Path) -> None:
+    small = HERE / "foundry/mpt-small-cpu.yaml"
+    foundry = [small, f"data_local={data}", "train_loader.dataset.split=train", "eval_loader.dataset.split=val",
+               "model.vocab_size=320", "max_duration=2ba", "max_seq_len=32", "loggers=null"]  # fmt: skip
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+             "train_iters": 2, "padded_vocab_size": 320}  # fmt: skip
+    neox = tmp_path / "tiny.yml"
+    optimizer = {"type": "Adam", "params": {"lr": 0.001}}
+    more = {"train_batch_size": 8, "train_data_paths": [f"{data}/train"], "optimizer": optimizer, "eval_iters": 1}
+    neox.write_text(yaml.safe_dump(shape | more))
+    shape |= {"global_batch_size": 8, "micro_batch_size": 4, "train_data_path": f"{data}/train", "lr": 0.001}
+    megatron = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    for arguments in (foundry, [neox], ["--dialect", "megatron", "--", *megatron]):
+        done = ingot("train", *map(str, arguments))
+        folder = tmp_path / done.stdout.strip().splitlines()[-1].removeprefix("run folder: ")
+        assert '"time/batch": 2' in (folder / "metrics.jsonl").read_text()

@@ -1,0 +1,281 @@
+"""Arguments of Megatron's pretrain_gpt.py mean here what they mean there. Numbers are the references'."""
+
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ingot.config.dialects import DIALECTS
+from ingot.config.dialects.table import Translation
+from ingot.config.load import load_config, translate
+from ingot.config.schema import known_keys
+from ingot.config.time import Clock
+from ingot.errors import ConfigError
+from ingot.model.gpt import parameter_count
+from ingot.train.config import RunConfig
+from ingot.train.schedule import lr_multiplier
+
+FILES = Path(__file__).parent / "megatron"
+GPT3_175B = [str(FILES / "gpt3-175b.sh"), "save=ckpt", "load=ckpt", "tensorboard-dir=tb"]
+# file: layers, width, heads, peak lr, global batch, tensor parallel, padded vocabulary, duration
+GPT3 = {
+    "gpt3-125m.sh": (12, 768, 12, 6e-4, 256, 1, 50304, "572204ba"),
+    "gpt3-350m.yaml": (24, 1024, 16, 3e-4, 256, 1, 50304, "500000ba"),
+    "gpt3-760m.yaml": (24, 1536, 16, 2.5e-4, 256, 1, 50304, "500000ba"),
+    "gpt3-1.3b.sh": (24, 2048, 16, 2e-4, 512, 1, 50304, "286102ba"),
+    "gpt3-2.7b.yaml": (32, 2560, 32, 1.6e-4, 512, 1, 50304, "500000ba"),
+    "gpt3-6.7b.sh": (32, 4096, 32, 1.2e-4, 1024, 2, 50432, "143051ba"),
+    "gpt3-13b.yaml": (40, 5120, 40, 1e-4, 1024, 8, 51200, "500000ba"),
+    "gpt3-175b.sh": (96, 12288, 96, 6e-5, 1536, 8, 51200, "500000ba"),
+}
+SMALL = shlex.split(
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 4 --global-batch-size 64 --train-iters 1000 --lr 1e-4 --tensor-model-parallel-size 2 --bf16 "
+    "--train-data-path 0.3 A 0.7 B --valid-data-path V"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def load(name: str, *more: str) -> RunConfig:
+    arguments = GPT3_175B if "175b" in name else [str(FILES / name)]
+    return load_config(RunConfig, [*arguments, *more])
+
+
+def error_of(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(RunConfig, arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_gpt3_scripts_mean_what_they_mean_there(name: str) -> None:
+    config = load(name)
+    layers, width, heads, lr, batch, tensor, rows, duration = GPT3[name]
+    model = config.model
+    assert (model.n_layers, model.d_model, model.n_heads, model.vocab_size, model.vocab_rows) == (
+        layers,
+        width,
+        heads,
+        rows,
+        rows,
+    )
+    assert parameter_count(model) == rows * width + 2048 * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    assert (model.init, model.residual_init, model.init_std) == ("normal", "scaled", 0.006 if "175b" in name else 0.02)
+    assert (model.positions, model.activation, model.tie_word_embeddings) == ("learned", "gelu_tanh", True)
+    assert (model.emb_pdrop, model.resid_pdrop, model.attn_pdrop, model.norm_eps) == (0.1, 0.1, 0.1, 1e-5)
+    assert (config.optimizer.name, config.optimizer.lr, config.optimizer.betas) == ("adamw", lr, (0.9, 0.95))
+    assert (config.optimizer.weight_decay, config.optimizer.eps, config.gradient_clipping) == (0.1, 1e-8, 1.0)
+    assert (config.global_train_batch_size, config.parallel.tensor, str(config.max_duration)) == (
+        batch,
+        tensor,
+        duration,
+    )
+    assert (config.seed, config.max_seq_len, config.scheduler.name) == (1234, 2048, "cosine_with_warmup")
+    assert config.eval_subset_num_batches * (config.device_eval_batch_size or 0) == 10 * batch
+
+
+def megatron_lr(
+    step: float, warmup: float, end: float, lr: float, min_lr: float, style: str, anneal: float = 0
+) -> float:
+    """Steps are samples there; iterations do for a constant batch."""
+    if warmup and step <= warmup:
+        return lr * step / warmup
+    if style == "inverse-square-root":
+        return max(min_lr, lr * math.sqrt(warmup / step))
+    if step > end:
+        return min_lr
+    ratio = (step - warmup) / (end - warmup)
+    coefficient = {"linear": 1 - ratio, "cosine": 0.5 * (math.cos(math.pi * ratio) + 1)}.get(style, 1.0)
+    if style == "WSD" and step > end - anneal:
+        coefficient = 1 - math.sqrt((step - (end - anneal)) / anneal)
+    return min_lr + coefficient * (lr - min_lr)
+
+
+@pytest.mark.parametrize(
+    ("name", "style", "warmup", "end", "lr", "min_lr", "total"),
+    [
+        ("gpt3-175b.sh", "cosine", 430, 430000, 6e-5, 6e-6, 500000),
+        ("gpt3-350m.yaml", "cosine", 430, 430000, 3e-4, 3e-5, 500000),
+        ("gpt3-125m.sh", "cosine", 183105 / 256, 126953125 / 256, 6e-4, 6e-5, 572204),
+        ("llama-8b.sh", "cosine", 500, 100000, 1.5e-4, 1e-5, 100000),
+        ("linear-untied.yaml", "linear", 100, 1000, 1e-3, 0.0, 1000),
+        ("wsd.yaml", "WSD", 200, 20000, 4e-4, 4e-5, 20000),
+        ("inverse-sqrt.yaml", "inverse-square-root", 400, 10000, 1e-3, 0.0, 10000),
+    ],
+)
+def test_the_learning_rate_is_megatrons_at_every_step(
+    name: str, style: str, warmup: float, end: float, lr: float, min_lr: float, total: int
+) -> None:
+    config = load(name)
+    clock = Clock(config.global_train_batch_size, config.max_seq_len, 10**12, config.max_duration)
+    assert clock.total_batches == total
+    steps = [
+        *range(50),
+        *(int(warmup) + i for i in (-1, 0, 1, 2)),
+        total // 3,
+        total // 2,
+        int(end * 0.95),
+        total - 1,
+        total,
+    ]
+    for step in steps:
+        mine = config.optimizer.lr * lr_multiplier(config.scheduler, clock, step)
+        assert mine == pytest.approx(megatron_lr(step, warmup, end, lr, min_lr, style, 2000), rel=1e-9), step
+
+
+def test_typed_learning_rates_of_gpt3_175b() -> None:
+    config = load("gpt3-175b.sh")
+    clock = Clock(1536, 2048, 10**12, config.max_duration)
+    rates = {step: 6e-5 * lr_multiplier(config.scheduler, clock, step) for step in (0, 43, 430, 215215, 430000, 500000)}
+    assert rates == pytest.approx({0: 0, 43: 6e-6, 430: 6e-5, 215215: 3.3e-5, 430000: 6e-6, 500000: 6e-6})
+
+
+def test_defaults_that_scripts_leave_unsaid_are_megatrons() -> None:
+    config = load("linear-untied.yaml")
+    assert (config.optimizer.betas, config.optimizer.weight_decay, config.precision) == ((0.9, 0.999), 0.01, "fp32")
+    assert (config.global_train_batch_size, config.gradient_clipping, str(config.log_interval)) == (8, 1.0, "100ba")
+    model = config.model
+    assert (model.tie_word_embeddings, model.activation, model.max_seq_len, model.vocab_size) == (
+        False,
+        "gelu",
+        1024,
+        32000,
+    )
+    assert config.data.eval is None and [s.weight for s in config.data.train.mix.values()] == [None, None]
+
+
+def test_the_batch_follows_from_the_processes_if_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert load("linear-untied.yaml").global_train_batch_size == 8 * 16
+    assert load("linear-untied.yaml", "tensor-model-parallel-size=4").global_train_batch_size == 8 * 4
+
+
+def test_llama_arguments() -> None:
+    config = load("llama-8b.sh")
+    assert parameter_count(config.model) == 8_030_261_248
+    model = config.model
+    assert (model.norm, model.no_bias, model.activation, model.kv_heads, model.head_width) == (
+        "rmsnorm",
+        True,
+        "swiglu",
+        8,
+        128,
+    )
+    assert (config.parallel.context, config.parallel.tensor, config.seed, model.init_std) == (2, 2, 7, 0.0134)
+    assert config.data.train.path == "/data/all_text_document" and config.data.eval is None
+
+
+def test_gated_widths_without_a_size_are_megatrons() -> None:
+    config = load("wsd.yaml")
+    assert config.model.ffn_width == 2624  # 4 x 1000 x 2/3, down to a multiple of 64
+    assert (config.gradient_clipping, config.eval_subset_num_batches, config.model.vocab_size) == (None, -1, 50432)
+
+
+def test_an_argument_list_is_read_as_words() -> None:
+    config = load_config(RunConfig, SMALL)
+    assert (config.model.n_layers, config.parallel.tensor, config.precision) == (24, 2, "bf16")
+    assert {n: (s.path, s.weight) for n, s in config.data.train.mix.items()} == {"A": ("A", 0.3), "B": ("B", 0.7)}
+    assert load_config(RunConfig, [*SMALL, "--lr", "3e-4", "--lr=5e-4"]).optimizer.lr == 5e-4  # the last counts
+
+
+def test_arguments_after_a_script_override_it() -> None:
+    assert load("gpt3-125m.sh", "lr=1e-3").optimizer.lr == 1e-3
+    assert load("gpt3-125m.sh", "--num-layers", "6").model.n_layers == 6
+
+
+def test_a_restart_with_less_memory_may_add_its_microbatch_to_any_vocabulary() -> None:
+    assert load_config(RunConfig, [*SMALL, "device_train_microbatch_size=2"]).device_train_microbatch_size == 2
+
+
+def test_scripts_are_never_run(tmp_path: Path) -> None:
+    script, mark = tmp_path / "run.sh", tmp_path / "ran"
+    script.write_text(f'touch {mark}\nX=$(touch {mark})\nARGS=(\n  --num-layers "$(touch {mark})"\n  --lr $X\n)\n')
+    message = error_of(str(script))
+    assert f"run.sh:4: num_layers = $(touch {mark}): the script takes it from elsewhere"[:40] in message
+    assert "run.sh:5: lr = $X: the script takes it from elsewhere" in message and not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ARGS=(\n --save $OUT\n)\n", "run.sh:2: save = $OUT: the script takes it from elsewhere; give save=..."),
+        ("OUT=$1\nARGS=(\n --save ${OUT}/x\n)\n", "run.sh:3: save = $OUT/x: the script takes it from elsewhere"),
+        ("ARGS=(\n --save ${OUT:-x}\n)\n", "the script takes it from elsewhere"),
+        ("if [ $A = 1 ]; then\n ARGS=(\n --bf16\n )\nfi\n", "run.sh:2: this array depends on a condition"),
+        ("ARGS=(\n --save 'x\n)\n", "run.sh:2: cannot be read as shell words"),
+        ("echo hello\n", "holds no complete array of arguments"),
+        ("ARGS=(\n --bf16\n", "holds no complete array of arguments"),
+        ("ARGS=(\n --num-layrs 3\n)\n", "run.sh:2: unknown key num_layrs of Megatron; did you mean num_layers?"),
+        ("ARGS=(\n --lr 1 2\n)\n", "run.sh:2: --lr takes one value"),
+        ("ARGS=(\n 3 --lr 1\n)\n", "run.sh:2: '3' belongs to no argument"),
+    ],
+)
+def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_path: Path, text: str, words: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    assert words in error_of(str(script))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--rampup-batch-size 16 8 1000", "rampup_batch_size = [16, 8, 1000]: the batch is the same at every step"),
+        ("--step-batch-size-schedule '0:16 2.4B:320'", "the batch is the same at every step"),
+        ("--num-experts 8", "mixtures of experts are not supported"),
+        ("--hybrid-override-pattern M-M", "Mamba and hybrid models are not supported"),
+        ("--squared-relu", "the model here has no such part"),
+        ("--quick-geglu", "the model here has no such part"),
+        ("--qk-layernorm", "the model here has no such part"),
+        ("--use-rope-scaling", "the model here has no such part"),
+        ("--window-size 128 0", "the model here has no such part"),
+        ("--multi-latent-attention", "the model here has no such part"),
+        ("--disable-bias-linear", "use RMSNorm"),
+        ("--fp8-format hybrid", "use bf16"),
+        ("--loss-scale 1024", "a loss scale that stands still"),
+        ("--loss-scale-window 500", "only the usual window"),
+        ("--optimizer sgd", "optimizer = sgd: not supported; possible here: adam"),
+        ("--lr-decay-style WSD", "lr_wsd_decay_style = (default): not supported"),
+        ("--lr-warmup-samples 100", "does not go with train_iters; use lr_warmup_iters"),
+        ("--train-samples 100", "with train_iters, or else with train_samples"),
+        ("--eod-mask-loss", "the loss is the cross-entropy of all tokens"),
+        ("--reset-attention-mask", "documents attend to each other"),
+        ("--data-path C", "name the data once"),
+        ("--mock-data", "ingot demo"),
+        ("--global-batch-size 63", "contradicts micro_batch_size 4"),
+        ("--load other", "with finetune"),
+        ("--start-weight-decay 0.1", "one learning rate and weight decay"),
+        ("--hidden-sise 3", "unknown key hidden_sise of Megatron; did you mean hidden_size?"),
+        ("--pipe-parallel-size 2", "it is a key of GPT-NeoX"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere/model", "set vocab_size"),
+        ("--position-embedding-type mrope", "possible here: learned_absolute, rope, none"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(arguments: str, words: str) -> None:
+    message = error_of(*SMALL, *shlex.split(arguments))
+    assert words in message and "Traceback" not in message
+
+
+def test_one_data_set_is_cut_by_documents_or_refused() -> None:
+    words = [*SMALL[:-8], "--data-path", "0.3", "A", "0.7", "B", "--split", "969,30,1"]
+    given = translate(RunConfig, words).given
+    keys = frozenset([*known_keys(RunConfig), "data.train.documents", "data.eval.documents"])
+    translation = Translation(DIALECTS["megatron"], given, {}, keys).run()
+    cut = {"split": "969,30,1", "part": 1, "rule": "megatron"}
+    assert not translation.problems
+    assert translation.values["data"]["eval"]["mix"]["B"] == {"path": "B", "weight": 0.7, "documents": cut}
+    assert "write the parts as data sets" in Translation(DIALECTS["megatron"], given, {}, frozenset()).run().problems[0]
+
+
+def test_every_argument_is_accounted_for() -> None:
+    names = [*GPT3, "llama-8b.sh", "linear-untied.yaml", "wsd.yaml", "inverse-sqrt.yaml"]
+    assert sorted(names) == sorted(path.name for path in FILES.iterdir()) and len(names) >= 12
+    for name in names:
+        arguments = GPT3_175B if "175b" in name else [str(FILES / name)]
+        translation = translate(RunConfig, arguments)
+        assert translation.dialect.name == "megatron" and not translation.problems
+        assert set(translation.given) <= set(translation.rows)

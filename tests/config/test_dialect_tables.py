@@ -1,0 +1,101 @@
+"""The tables of the dialects: no key is lost, and no value, however odd, ends in a stack trace."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ingot.config.dialects import DIALECTS
+from ingot.config.dialects.table import BECAME, Translation
+from ingot.config.load import translate, validate
+from ingot.config.schema import known_keys
+from ingot.errors import ConfigError
+from ingot.train.config import RunConfig
+
+HERE = Path(__file__).parent
+BASES = {
+    "foundry": ["foundry/mpt-125m.yaml"],
+    "neox": ["neox/70M.yml", "neox/pile.yml"],
+    "megatron": ["megatron/gpt3-350m.yaml"],
+}
+NATIVE = frozenset(known_keys(RunConfig))
+
+
+def base(name: str) -> dict[str, Any]:
+    return translate(RunConfig, [str(HERE / path) for path in BASES[name]]).given
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_key_stands_in_one_table_only(name: str) -> None:
+    d = DIALECTS[name]
+    keys = [*d.natives, *d.choices, *d.reasons, *d.refusals, *d.computed.split()]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_tables_name_native_keys_that_there_are(name: str) -> None:
+    d = DIALECTS[name]
+    named = {*d.natives.values(), *(entry.split()[0] for entry in d.choices.values())}
+    assert named <= NATIVE and set(d.defaults) <= set(d.natives)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("value", [0, -1, 3, 0.5, True, "nonsense", "", [1, "x"], [], {}])
+def test_odd_values_are_translated_or_refused_but_never_break(name: str, value: object) -> None:
+    given = base(name)
+    for key in DIALECTS[name].keys:
+        translation = Translation(DIALECTS[name], {**given, key: value}, {}, NATIVE).run()
+        assert key in translation.rows
+        try:
+            translation.check()
+            validate(RunConfig, translation.values)
+        except ConfigError as error:
+            assert str(error)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_computed_key_is_read_by_the_translation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    real = Translation.get
+
+    def get(self: Translation, key: str, default: Any = None) -> Any:
+        read.add(key)
+        return real(self, key, default)
+
+    monkeypatch.setattr(Translation, "get", get)
+    rare = {
+        "foundry": [["load_path=x"], ["scheduler.name=inv_sqrt_with_warmup"]],
+        "neox": [["load=x"]],
+        "megatron": [
+            ["load=x"],
+            ["micro-batch-size=null"],
+            ["train-iters=null", "train-samples=99", "lr-decay-style=WSD"],
+        ],
+    }
+    for overrides in [[], *rare[name]]:
+        for path in sorted((HERE / name).iterdir()):
+            translate(RunConfig, [str(path), *overrides])
+    by_prefix = {
+        "compile_config",
+        "algorithms.low_precision_layernorm",
+        "train_loader.dataset.streams",
+        "eval_loader.dataset.streams",
+    }
+    assert set(DIALECTS[name].computed.split()) - read <= by_prefix
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_unknown_keys_never_pass(name: str) -> None:
+    given = base(name)
+    for key in DIALECTS[name].keys:
+        odd = f"{key.rpartition('.')[0]}.zzz_{key.rpartition('.')[2]}".strip(".")
+        if not DIALECTS[name].knows(odd):
+            translation = Translation(DIALECTS[name], {**given, odd: 1}, {}, NATIVE).run()
+            assert any(problem.startswith(f"unknown key {odd} of ") for problem in translation.problems), odd
+            return
+    raise AssertionError("no key could be misspelt")
+
+
+def test_a_refused_key_keeps_its_reason_and_others_their_rows() -> None:
+    translation = Translation(DIALECTS["neox"], {**base("neox"), "num_layers": "$X"}, {}, NATIVE).run()
+    assert translation.rows["num_layers"].text == "must be a number" and translation.rows["hidden_size"].fate == BECAME

@@ -1,0 +1,88 @@
+"""`inspect` tells what is there, and finds what is wrong with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ingot.data.inspect import decoded_samples, describe, find_splits, try_loader
+from ingot.data.prepare import prepare
+from ingot.data.tokenizer_training import train_tokenizer
+from ingot.errors import DataError
+
+TEXT = "The ferryman counted every ingot twice, and said nothing of it.\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("inspect")
+    (root / "x.txt").write_text(TEXT * 100)
+    tokenizer = train_tokenizer([TEXT], 300, root / "made")
+    for split in ("train", "val"):
+        for format in ("mds", "indexed"):
+            out = root / format
+            prepare(
+                root / "x.txt", out, tokenizer=tokenizer, split=split, format=format, concat_tokens=32,
+                show=lambda line: None,
+            )  # fmt: skip
+    return root
+
+
+@pytest.mark.parametrize("format", ["mds", "indexed"])
+def test_it_tells_counts_and_verifies(format: str, made: Path) -> None:
+    path = str(made / format)
+    assert find_splits(path, None) == ["train", "val"]
+    told = "\n".join(describe(path, "train", None, verify=True))
+    assert "1 documents, 6,400 bytes of text" in told
+    assert "agree" in told
+    assert "the one that made the data" in told
+
+
+@pytest.mark.parametrize("format", ["mds", "indexed"])
+def test_samples_come_back_as_text(format: str, made: Path) -> None:
+    (first, second) = decoded_samples(str(made / format), "train", None, 32, 2)
+    assert (TEXT * 100).startswith(first)
+    assert second in TEXT * 100
+
+
+@pytest.mark.parametrize("format", ["mds", "indexed"])
+def test_the_loader_reads_it(format: str, made: Path) -> None:
+    told = "\n".join(try_loader(str(made / format), "train", None, 16, 5))
+    assert "tokens [8, 16]" in told and "samples/s" in told
+
+
+def test_a_remote_data_set_is_streamed_to_a_local_folder(made: Path, tmp_path: Path) -> None:
+    url = f"file://{made / 'mds'}"
+    told = "\n".join(try_loader(url, "train", tmp_path / "cache", 16, 5))
+    assert "samples/s" in told
+    assert list((tmp_path / "cache" / "train").glob("shard.*"))
+    with pytest.raises(DataError, match="give --local"):
+        list(describe(url, "train", None, verify=True))
+
+
+def test_a_damaged_shard_is_found(made: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(made / "mds", tmp_path / "copy")
+    shard = tmp_path / "copy" / "train" / "shard.00000.mds"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match="damaged"):
+        list(describe(str(tmp_path / "copy"), "train", None, verify=True))
+
+
+def test_a_foreign_tokenizer_is_found(made: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(made / "mds", tmp_path / "copy")
+    train_tokenizer(["other"], 280, tmp_path / "copy" / "tokenizer")
+    with pytest.raises(DataError, match="not the one that made the data"):
+        list(describe(str(tmp_path / "copy"), "train", None, verify=True))
+
+
+def test_text_kept_as_text_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text(TEXT)
+    prepare(tmp_path / "x.txt", tmp_path / "out", tokenizer=None, show=lambda line: None)
+    assert json.loads((tmp_path / "out" / "train" / "meta.json").read_text())["vocab_size"] is None
+    assert "not tokenized" in next(describe(str(tmp_path / "out"), "train", None, verify=True))

@@ -1,0 +1,106 @@
+"""Which layouts work, where a process stands, and how many to start: decided from numbers, without a process."""
+
+import pytest
+
+from ingot.errors import ConfigError
+from ingot.launch.local import find_node
+from ingot.model.config import ModelConfig
+from ingot.parallel.config import Layout, ParallelConfig, choose_layout
+from ingot.parallel.place import Place, find_place, first_host
+
+MODEL = ModelConfig(d_model=64, n_heads=4, n_layers=4, vocab_size=128, max_seq_len=64)
+
+
+def choose(world: int, model: ModelConfig = MODEL, seq_len: int = 64, batch: int = 16, **axes: object) -> Layout:
+    return choose_layout(ParallelConfig.model_validate(axes), world, model, seq_len, batch)[0]
+
+
+def test_sharding_takes_what_the_other_axes_leave() -> None:
+    assert choose(8) == Layout(shard=8)
+    assert choose(8, tensor=2) == Layout(shard=4, tensor=2)
+    assert choose(8, shard=2) == Layout(replicate=4, shard=2)
+    assert choose(8, replicate=2, pipeline=2) == Layout(replicate=2, shard=2, pipeline=2)
+    assert choose(1) == Layout()
+
+
+@pytest.mark.parametrize(
+    ("world", "axes", "problem", "hint"),
+    [
+        (4, {"tensor": 8}, "takes 8 processes, more than the 4", "parallel.tensor=4"),
+        (4, {"shard": 2, "replicate": 1}, "takes 2 processes, fewer than the 4", "parallel.replicate=2 parallel.shard=2"),
+        (3, {"tensor": 3}, "does not divide the model's n_heads, 4", "parallel.pipeline=3"),
+        (6, {"pipeline": 6}, "4 layers cannot fill 6 pipeline stages", "parallel.shard=2 parallel.pipeline=3"),
+        (4, {"pipeline": 4, "pipeline_schedule": "zero_bubble"}, "cannot fill 8 pipeline stages", "parallel.pipeline=2"),
+        (3, {"context": 3}, "max_seq_len 64 does not divide", "parallel.shard=3"),
+        (32, {}, "32 data-parallel processes cannot share a global_train_batch_size of 16", "parallel.shard=16"),
+        (2, {"tensor": 0}, "parallel.tensor=0: must be at least 1", ""),
+    ],
+)  # fmt: skip
+def test_an_impossible_layout_is_refused_with_the_nearest_that_work(
+    world: int, axes: dict[str, object], problem: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(world, **axes)
+    assert problem in str(caught.value) and hint in str(caught.value)
+
+
+def test_norms_over_all_heads_cannot_be_cut() -> None:
+    with pytest.raises(ConfigError, match="qk_ln"):
+        choose(2, MODEL.model_copy(update={"qk_ln": True}), tensor=2)
+
+
+@pytest.mark.parametrize(("data", "batch"), [(3, 8), (4, 8), (5, 7), (8, 8)])
+def test_the_slices_of_a_batch_cover_it_once_and_differ_by_at_most_one(data: int, batch: int) -> None:
+    layout = Layout(shard=data)
+    parts = [range(*layout.part(rank, batch)) for rank in range(data)]
+    assert [sample for part in parts for sample in part] == list(range(batch))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_process_finds_its_place_under_torchrun_and_srun() -> None:
+    torchrun = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "7",
+    }
+    assert find_place(torchrun) == Place(5, 8, 1, 4, "a", 7)
+    srun = {
+        "SLURM_PROCID": "3",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "gpu[07-09],x1",
+    }
+    assert find_place(srun) == Place(3, 4, 1, 1, "gpu07")
+    assert find_place(srun | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}) == Place(3, 4, 1, 1, "b", 9)
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}  # not started by srun: alone
+    assert find_place(batch_script) == Place()
+    assert find_place({}) == Place()
+    with pytest.raises(ConfigError, match="RANK=9 is no rank of a world of 8"):
+        find_place(torchrun | {"RANK": "9"})
+    with pytest.raises(ConfigError, match="'eight' is not a number"):
+        find_place(torchrun | {"WORLD_SIZE": "eight"})
+
+
+@pytest.mark.parametrize(("nodes", "host"), [("n1", "n1"), ("n[1-3,7],m1", "n1"), ("a-b-[003-9]", "a-b-003"), ("", "")])
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_composer_variables_and_options_say_how_many_processes_to_start() -> None:
+    env = {"WORLD_SIZE": "16", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "1234", "LOCAL_WORLD_SIZE": "8"}
+    node = find_node(None, None, None, None, None, lambda: 1, env)
+    assert (node.processes, node.world, node.first_rank, node.address, node.port) == (8, 16, 8, "head", 1234)
+    node = find_node(4, 8, 1, "x", 5, lambda: 1, {})
+    assert (node.processes, node.world, node.first_rank, node.address, node.port) == (4, 8, 4, "x", 5)
+    assert find_node(None, None, None, None, None, lambda: 8, {}).world == 8
+    for options, problem in (
+        ((3, 8, 0, "x", 5), "no multiple"),
+        ((4, 8, 2, "x", 5), "make machines 0 to 1"),
+        ((4, 8, None, None, None), "need --master_addr"),
+        ((0, None, None, None, None), "at least one process"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            find_node(*options, lambda: 1, {})  # type: ignore[arg-type]

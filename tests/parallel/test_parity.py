@@ -1,0 +1,175 @@
+"""Every layout trains like one process: the same losses, gradient norms, evaluations and final weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import evaluations, final_step, losses, norms, train_all, train_here
+from safetensors.torch import load_file
+
+from ingot.parallel.config import ParallelConfig
+
+# An eps well above the rounding of a gradient: AdamW would otherwise blow the last bits of a zero gradient (a key's
+# bias has one) up to full steps.
+BASE = [
+    "model.d_model=32", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=321", "model.vocab_multiple=64",
+    "model.init=normal", "max_seq_len=32", "global_train_batch_size=8", "precision=fp32", "scheduler.t_warmup=2ba",
+    "optimizer.lr=0.01", "optimizer.eps=1e-5", "max_duration=20ba", "eval_interval=10ba",
+]  # fmt: skip
+FAMILIES = {
+    "mpt": ["model.family=mpt", "model.positions=alibi", "model.no_bias=true"],
+    "gpt3": ["model.family=gpt3"],
+    "pythia": ["model.family=neox"],
+    "llama": ["model.family=llama", "model.n_kv_heads=2", "model.ffn_hidden_size=96"],
+}
+FSDP, HSDP, TP, CP, PP = "shard=2", "replicate=2 shard=2", "tensor=2", "context=2", "pipeline=2"
+INTERLEAVED, ZERO_BUBBLE = "pipeline_schedule=interleaved_1f1b", "pipeline_schedule=zero_bubble"
+LAYOUTS = {
+    2: [FSDP, "replicate=2", TP, CP, PP, f"{PP} {INTERLEAVED}", f"{PP} {ZERO_BUBBLE}"],
+    3: ["shard=3", "replicate=3"],
+    4: [HSDP, f"{TP} {FSDP}", f"{PP} {FSDP}", f"{PP} {FSDP} {ZERO_BUBBLE}", f"{TP} {PP}", f"{CP} {TP}", f"{CP} {FSDP}"],
+    8: [f"{FSDP} {TP} {PP}", f"{FSDP} {TP} {CP}", f"{CP} {TP} {PP} {ZERO_BUBBLE}"],
+}
+
+
+def arguments(family: str, data: Path, folder: Path, *more: str) -> list[str]:
+    return [*BASE, *FAMILIES[family], f"data={data}", f"save_folder={folder}", *more]
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+
+
+def assert_same_training(one: Path, many: Path, steps: int = 20) -> None:
+    assert len(losses(one)) == steps
+    assert relative(losses(one), losses(many)) <= 1e-5
+    assert relative(norms(one), norms(many)) <= 1e-4
+    assert relative(evaluations(one), evaluations(many)) <= 1e-5
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        expected, got = (load_file(final_step(folder) / file) for folder in (one, many))
+        assert expected.keys() == got.keys()
+        for name in expected:
+            assert expected[name].shape == got[name].shape, name
+        if file.startswith("model"):
+            for name, tensor in expected.items():
+                assert (tensor - got[name]).norm() <= 1e-4 * tensor.norm().clamp(min=1e-2), name
+
+
+STILL = ["max_duration=1ba", "scheduler.t_warmup=10ba", "data.eval=null"]  # learning rate 0: weights as they were drawn
+LION = ["optimizer.name=lion", "optimizer.lr=0.0003", "optimizer.weight_decay=1e-4", "max_duration=6ba"]
+MASKS = ["model.resid_pdrop=0.2", "model.emb_pdrop=0.2", "max_duration=6ba", "data.eval=null", "scheduler.t_max=6ba"]
+ONE_PROCESS = {
+    **{family: [family] for family in FAMILIES},
+    "still-one": ["pythia", *STILL],
+    "bf16-one": ["mpt", "precision=bf16"],
+    "lion-one": ["llama", *LION],
+    "moved": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=10ba"],
+}
+TWO_PROCESSES = {  # started together, once, for all the tests below
+    "gpt3 fsdp": ["gpt3", FSDP],
+    "mpt tensor": ["mpt", TP],
+    "llama tensor": ["llama", TP],
+    "gpt3 context": ["gpt3", CP],
+    "pythia pipeline": ["pythia", PP],
+    "gpt3 zero bubble": ["gpt3", PP, ZERO_BUBBLE],
+    "gpt3 small": ["gpt3", FSDP, "device_train_microbatch_size=1"],
+    "gpt3 recompute": ["gpt3", PP, "activation_checkpointing=true"],
+    "gpt3 keep": ["gpt3", FSDP, "reshard_after_forward=false"],
+    "still-fsdp": ["pythia", FSDP, *STILL],
+    "still-tensor": ["pythia", TP, *STILL],
+    "still-context": ["pythia", CP, *STILL],
+    "still-v": ["pythia", PP, ZERO_BUBBLE, *STILL],
+    "bf16-fsdp": ["mpt", FSDP, "precision=bf16"],
+    "bf16-pipeline": ["mpt", PP, "precision=bf16"],
+    "lion-tensor": ["llama", TP, *LION],
+    "masks": ["gpt3", FSDP, *MASKS],
+    "masks again": ["gpt3", FSDP, *MASKS],
+    "masks stopped": ["gpt3", FSDP, *MASKS, "max_duration=3ba"],
+    "masks stopped, on": ["gpt3", FSDP, *MASKS],
+    "moved": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=15ba", PP],
+    "moved, on": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=20ba", FSDP],
+}
+
+
+def command(description: list[str], data: Path, folder: Path) -> list[str]:
+    family, *options = description
+    spread = [f"parallel.{x}" for x in options if x.split("=")[0] in ParallelConfig.model_fields]
+    return arguments(family, data, folder, *spread, *[x for x in options if f"parallel.{x}" not in spread])
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of finished runs, each under its name."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, description in ONE_PROCESS.items():
+        train_here(command(description, data, root / name))
+    commands = [command(x, data, root / name.partition(",")[0]) for name, x in TWO_PROCESSES.items()]
+    errors = train_all(commands, 2, root / "notes")
+    assert dict(zip(TWO_PROCESSES, errors, strict=True)) == dict.fromkeys(TWO_PROCESSES, "")
+    return root
+
+
+@pytest.mark.parametrize("name", [name for name in TWO_PROCESSES if name.split()[0] in FAMILIES])
+def test_two_processes_train_like_one(runs: Path, name: str) -> None:
+    assert_same_training(runs / name.split()[0], runs / name)
+
+
+def test_initial_weights_are_bitwise_the_same_under_every_layout(runs: Path) -> None:
+    expected = (final_step(runs / "still-one") / "model.safetensors").read_bytes()
+    for name in ("still-fsdp", "still-tensor", "still-context", "still-v"):
+        assert (final_step(runs / name) / "model.safetensors").read_bytes() == expected, name
+
+
+def test_bf16_keeps_fp32_weights_and_stays_near_one_process(runs: Path) -> None:
+    for name in ("bf16-fsdp", "bf16-pipeline"):
+        assert relative(losses(runs / "bf16-one"), losses(runs / name)) <= 2e-2
+        weights = load_file(final_step(runs / name) / "model.safetensors")
+        assert {t.dtype for t in weights.values()} == {torch.float32}
+
+
+def test_lion_trains_alike_when_spread(runs: Path) -> None:
+    assert relative(losses(runs / "lion-one"), losses(runs / "lion-tensor")) <= 1e-5
+
+
+def test_dropout_repeats_with_the_seed_and_across_a_stop(runs: Path) -> None:
+    assert losses(runs / "masks") == losses(runs / "masks again")
+    assert losses(runs / "masks") == pytest.approx(losses(runs / "masks stopped"), rel=1e-6)
+    assert losses(runs / "masks") != losses(runs / "gpt3 fsdp")[:6]
+
+
+def test_a_run_goes_on_under_any_other_layout(runs: Path) -> None:
+    """Ten steps on one process, five as a pipeline, five with sharded weights: the losses of one process."""
+    assert relative(losses(runs / "gpt3"), losses(runs / "moved")) <= 1e-5
+    one, moved = (load_file(final_step(runs / name) / "model.safetensors") for name in ("gpt3", "moved"))
+    for name, tensor in one.items():
+        assert (tensor - moved[name]).norm() <= 1e-4 * tensor.norm().clamp(min=1e-2), name
+
+
+def check(pairs: list[tuple[str, str]], processes: int, data: Path, tmp_path: Path) -> None:
+    commands = []
+    for family, layout in pairs:
+        if not (tmp_path / family).exists():
+            train_here(arguments(family, data, tmp_path / family))
+        folder = tmp_path / f"{family}-{layout}".replace(" ", "-")
+        commands.append(command([family, *layout.split()], data, folder))
+    assert train_all(commands, processes, tmp_path / "notes") == [""] * len(commands)
+    for family, layout in pairs:
+        assert_same_training(tmp_path / family, tmp_path / f"{family}-{layout}".replace(" ", "-"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "pairs"), [(3, [("pythia", "shard=3")]), (4, [("mpt", HSDP), ("llama", f"{TP} {PP}")])]
+)
+def test_more_processes_train_like_one(
+    processes: int, pairs: list[tuple[str, str]], data: Path, tmp_path: Path
+) -> None:
+    check(pairs, processes, data, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("processes", LAYOUTS)
+def test_every_layout_of_every_family_trains_like_one_process(
+    processes: int, family: str, data: Path, tmp_path: Path
+) -> None:
+    check([(family, layout) for layout in LAYOUTS[processes]], processes, data, tmp_path)

@@ -1,0 +1,102 @@
+"""What only a GPU can show. Skipped where there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CONFIG = ["model.d_model=256", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=320", "max_seq_len=128",
+          "global_train_batch_size=16", "max_duration=40ba", "scheduler.t_warmup=5ba", "optimizer.lr=0.003",
+          "eval_interval=20ba", "save_interval=20ba"]  # fmt: skip
+
+
+def run(data: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    from ingot.config.load import load_config
+    from ingot.report.run import train
+    from ingot.train.config import RunConfig
+
+    train(load_config(RunConfig, [*CONFIG, f"data={data}", f"save_folder={folder}", *more]))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    rows = run(data, tmp_path_factory.mktemp("fp32") / "run", "precision=fp32", "compile=false")
+    return [row["loss/train/total"] for row in rows]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_mixed_precision_follows_fp32(
+    data: Path, tmp_path: Path, reference: list[float], precision: str, compiled: str
+) -> None:
+    rows = run(data, tmp_path / "run", f"precision={precision}", f"compile={compiled}")
+    losses = [row["loss/train/total"] for row in rows]
+    assert losses[-1] == pytest.approx(reference[-1], rel=0.05) and losses[-1] < 0.6 * losses[0]
+    assert "memory/peak_reserved_mem" in rows[-1] and rows[-1]["throughput/device/mfu"] > 0
+    if precision == "fp16":
+        assert rows[-1]["trainer/loss_scale"] > 1
+
+
+def test_alibi_by_flex_attention_trains_as_by_the_additive_mask(data: Path, tmp_path: Path) -> None:
+    alibi = ["model.positions=alibi", "model.no_bias=true", "precision=bf16"]
+    flex = run(data, tmp_path / "flex", *alibi)
+    from ingot.model import attention
+
+    chosen = attention.choose_kernel
+    try:
+        import ingot.train.trainer as trainer
+
+        trainer.choose_kernel = lambda config, device: ("sdpa", "for comparison")
+        mask = run(data, tmp_path / "mask", *alibi, "compile=false")
+    finally:
+        trainer.choose_kernel = chosen
+    assert flex[0]["loss/train/total"] == pytest.approx(mask[0]["loss/train/total"], rel=1e-3)
+    assert flex[-1]["loss/train/total"] == pytest.approx(mask[-1]["loss/train/total"], rel=0.05)
+
+
+@pytest.mark.parametrize(("heads", "kv", "length"), [(6, 6, 200), (8, 2, 128), (4, 4, 333)])
+def test_flex_attention_is_exact_against_the_math_in_fp32(heads: int, kv: int, length: int) -> None:
+    from ingot.model.attention import FlexAttend, SdpaAttend
+    from ingot.model.config import ModelConfig
+
+    config = ModelConfig(d_model=heads * 64, n_heads=heads, n_kv_heads=kv, n_layers=1, positions="alibi", vocab_size=8)
+    device = torch.device("cuda")
+    shapes = [(2, heads, length, 64), (2, kv, length, 64), (2, kv, length, 64)]
+    inputs = [torch.randn(s, device=device, dtype=torch.float32) for s in shapes]
+    results = []
+    fast, exact = FlexAttend(config, length, device), SdpaAttend(config, length, length, device)
+    for attend, dtype in ((fast, torch.bfloat16), (exact, torch.float32)):
+        q, k, v = (t.to(dtype).requires_grad_() for t in inputs)
+        out = attend(q, k, v, dropout=0.0)
+        out.float().square().sum().backward()
+        results.append([out.float(), *(t.grad.float() for t in (q, k, v))])
+    for got, expected in zip(*results, strict=True):
+        assert (got - expected).norm() / expected.norm() < 1e-2
+
+
+def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_path: Path) -> None:
+    rows = run(data, tmp_path / "run", "max_duration=2ba")
+    assert 16 % rows[-1]["trainer/device_train_microbatch_size"] == 0
+
+
+def test_a_resumed_run_continues_with_the_same_losses(data: Path, tmp_path: Path) -> None:
+    constant = "scheduler.name=constant_with_warmup"
+    whole = run(data, tmp_path / "whole", constant, "precision=bf16")
+    run(data, tmp_path / "cut", constant, "precision=bf16", "max_duration=20ba")
+    rows = run(data, tmp_path / "cut", constant, "precision=bf16")
+    assert [r["time/batch"] for r in rows] == list(range(1, 41))
+    assert rows[20]["loss/train/total"] == pytest.approx(whole[20]["loss/train/total"], rel=1e-3)
+    assert rows[-1]["loss/train/total"] == pytest.approx(whole[-1]["loss/train/total"], rel=0.02)
+
+
+def test_generation_on_the_gpu_equals_the_cpu(data: Path, tmp_path: Path) -> None:
+    from ingot import load
+    from ingot.model.generate import generate
+
+    run(data, tmp_path / "run", "precision=fp32", "max_duration=20ba")
+    texts = [list(generate(load(tmp_path / "run", device), [1, 2, 3], 20, temperature=0)) for device in ("cpu", "cuda")]
+    assert texts[0] == texts[1]
