@@ -88,13 +88,18 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json with <|endoftext|>")
     parser.add_argument("--text", nargs="+", required=True, help="real text to make the corpus of")
     parser.add_argument("--megabytes", type=int, default=484)
+    parser.add_argument("--folder", type=Path, help="keep the inputs here, and use those of an earlier run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--peers", type=Path, help="folder for the peers' environment; without it they are left out")
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "prepare.json")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="ingot-prepare-") as name:
-        folder = Path(name)
-        inputs = make_inputs(folder, options.text, options.megabytes * 10**6)
+        folder = options.folder or Path(name)
+        if not (folder / "one_group.parquet").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            make_inputs(folder, options.text, options.megabytes * 10**6)
+        inputs = {p.name: p for p in folder.iterdir()}
         rows = measure_ours(folder, inputs, options.tokenizer, options.runs)
         if options.peers:
             rows += measure_peers(folder, inputs, options.tokenizer, options.runs, options.peers)
@@ -102,8 +107,9 @@ def main() -> None:
         rates = f"{row['mb']:>5.0f} MB {row['seconds']:>7.2f} s {row['mb_per_s']:>7.1f} MB/s"
         print(f"{row['what']:<70} {rates} {row['cpu_seconds']:>6.1f} s of CPU {row['pss_mb']:>6.0f} MB")
     result = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "benchmarks/prepare.py", *(Path(a).name for a in sys.argv[1:])]),
         "machine": f"{os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}",
+        "load_average_before_and_after": [load, os.getloadavg()[0]],
         "versions": {p: version(p) for p in ("gigatoken", "tokenizers", "msgspec", "pyarrow", "numpy")},
         "rows": rows,
     }
@@ -111,7 +117,7 @@ def main() -> None:
     options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def make_inputs(folder: Path, texts: list[str], size: int) -> dict[str, Path]:
+def make_inputs(folder: Path, texts: list[str], size: int) -> None:
     """The corpus as jsonl, zst, gz and parquet, and its first 30 MB."""
     import gzip
 
@@ -151,8 +157,6 @@ def make_inputs(folder: Path, texts: list[str], size: int) -> dict[str, Path]:
     (folder / "small.jsonl").write_bytes(data[: data.rfind(b"\n", 0, 30 * 10**6) + 1])
     pq.write_table(pa.table({"text": made}), folder / "corpus.parquet", row_group_size=10_000)
     pq.write_table(pa.table({"text": made}), folder / "one_group.parquet", row_group_size=1 << 30)
-    names = {p.name: p for p in folder.iterdir()}
-    return names
 
 
 def measure_ours(folder: Path, inputs: dict[str, Path], tokenizer: str, runs: int) -> list[dict[str, Any]]:

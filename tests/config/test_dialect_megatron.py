@@ -183,6 +183,15 @@ def test_an_argument_list_is_read_as_words() -> None:
     assert load_config(RunConfig, [*SMALL, "--lr", "3e-4", "--lr=5e-4"]).optimizer.lr == 5e-4  # the last counts
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [("", False), ("--recompute-granularity full", True), ("--recompute-activations", "selective"),
+     ("--recompute-granularity selective", "selective"), ("--checkpoint-activations", True)],
+)  # fmt: skip
+def test_recomputation_keeps_its_granularity(argument: str, expected: bool | str) -> None:
+    assert load_config(RunConfig, [*SMALL, *argument.split()]).activation_checkpointing == expected
+
+
 def test_arguments_after_a_script_override_it() -> None:
     assert load("gpt3-125m.sh", "lr=1e-3").optimizer.lr == 1e-3
     assert load("gpt3-125m.sh", "--num-layers", "6").model.n_layers == 6

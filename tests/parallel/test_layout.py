@@ -44,6 +44,28 @@ def test_an_impossible_layout_is_refused_with_the_nearest_that_work(
     assert problem in str(caught.value) and hint in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"precision": "fp16"}, "fp16"),
+        ({"optimizer": {"name": "muon"}}, "muon"),
+        ({"activation_checkpointing": "selective"}, "selective does not work with zero_bubble"),
+        ({"compile": True}, "compile=true does not work with pipeline_schedule=zero_bubble"),
+    ],
+)
+def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], problem: str) -> None:
+    import torch
+
+    from ingot.train.config import RunConfig
+    from ingot.train.device import check_spread, choose_compile
+
+    parallel = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
+    config = RunConfig.model_validate({"data": "x", "parallel": parallel, **values})
+    with pytest.raises(ConfigError, match=problem):
+        check_spread(config, Layout(pipeline=2))
+        choose_compile(config, torch.device("cpu"), Layout(pipeline=2))
+
+
 def test_norms_over_all_heads_cannot_be_cut() -> None:
     with pytest.raises(ConfigError, match="qk_ln"):
         choose(2, MODEL.model_copy(update={"qk_ln": True}), tensor=2)

@@ -70,6 +70,13 @@ def test_adamw_follows_its_formula_and_decays_only_matrices(name: str, factor: f
     torch.testing.assert_close(dict(model.named_parameters())[parameter].double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_decay_of_all_reaches_biases_and_norms() -> None:
+    model, start = run("decoupled_adamw", lr=0.01, weight_decay=0.1, decay="all")
+    for parameter in ("blocks.0.attn.qkv.bias", "norm_f.weight"):
+        expected = adamw_by_hand(start[parameter], gradients_of(parameter, 3), 0.01 * 0.5, 0.5 * 0.1)
+        torch.testing.assert_close(dict(model.named_parameters())[parameter].double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_lion_follows_its_formula() -> None:
     name = "blocks.0.mlp.up.weight"
     model, start = run("lion", lr=0.01, betas=[0.9, 0.99], weight_decay=0.1)

@@ -50,3 +50,12 @@ def test_wsd_is_stable_until_its_decay(shape: str, middle: float) -> None:
     assert [at(b, **values) for b in (5, 40, 80)] == [1.0, 1.0, 1.0]
     assert at(90, **values) == pytest.approx(middle)
     assert at(100, **values) == pytest.approx(0.0)
+
+
+def test_a_warmup_floor_gives_the_first_step_a_rate() -> None:
+    assert [at(b, t_warmup="10ba", warmup_floor=1) for b in (0, 1, 2)] == pytest.approx([0.1, 0.1, 0.2])
+
+
+def test_the_rate_never_falls_below_its_floor() -> None:
+    values = {"name": "linear_decay_with_warmup", "t_warmup": "10ba", "alpha_f": 0.0, "floor": 0.3}
+    assert [at(b, **values) for b in (5, 55, 99)] == pytest.approx([0.5, 0.5, 0.3])

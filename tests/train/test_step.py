@@ -68,10 +68,11 @@ def test_a_batch_without_loss_tokens_gives_zero_not_nan() -> None:
     assert float(make_step(4).accumulate(empty)) == 0.0
 
 
-def test_recomputing_blocks_gives_the_same_gradients() -> None:
+@pytest.mark.parametrize("mode", [True, "full", "selective"])
+def test_recomputing_blocks_gives_the_same_gradients(mode: object) -> None:
     batch = make_batch(False)
     _, plain = gradients(make_step(4), batch)
-    _, again = gradients(make_step(4, activation_checkpointing=True), batch)
+    _, again = gradients(make_step(4, activation_checkpointing=mode), batch)
     for name in plain:
         assert torch.equal(plain[name], again[name]), name
 

@@ -13,6 +13,7 @@ from ingot.cli.eval import evaluate
 from ingot.cli.export import export
 from ingot.cli.generate import generate
 from ingot.cli.import_ import import_
+from ingot.cli.inspect import inspect
 from ingot.cli.prepare import PrepareCommand, prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.train import train
@@ -31,6 +32,7 @@ app = typer.Typer(
 
 
 app.command("prepare", cls=PrepareCommand)(prepare)
+app.command("inspect")(inspect)
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)

@@ -99,7 +99,8 @@ def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, b
     try:
         first = next(loader)
         first_seconds = time.monotonic() - started
-        yield f"first batch: tokens {list(first.tokens.shape)} in {first_seconds:.3f} s, samples {first.samples.tolist()}"
+        ids = first.samples.tolist()
+        yield f"first batch: tokens {list(first.tokens.shape)} in {first_seconds:.3f} s, samples {ids}"
         yield f"  {first.tokens[0][:16].tolist()} ..."
         started = time.monotonic()
         for _ in range(batches):

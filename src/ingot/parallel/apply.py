@@ -97,6 +97,9 @@ class Spread:
         # a tied embedding exists twice in a pipeline; the first stage's counts
         twins = pipeline.tied_copies if pipeline is not None else []
         self.twin = twins[-1] if twins and pipeline is not None and pipeline.has_last else None
+        # how much of a gradient's square is this process's to count, where several hold the same shard
+        shares = [0.0 if parameter is self.twin else 1 / _holders(parameter) for parameter in self.names]
+        self.shares = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
         self.counts_loss = mesh.tensor_rank == 0 and (pipeline is None or pipeline.has_last)
 
     # --- a step
@@ -139,13 +142,9 @@ class Spread:
 
     def clip_gradients(self, limit: float | None) -> Tensor:
         """Scale gradients to a global norm of at most `limit`; gives the norm before, the same on every process."""
-        gradients, shares = [], []
-        for parameter in self.names:
-            if parameter.grad is not None:
-                gradients.append(local(parameter.grad))
-                shares.append(0.0 if parameter is self.twin else 1 / _holders(parameter))
+        gradients = [local(parameter.grad) for parameter in self.names if parameter.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients, 2.0))
-        squares = (norms.double() ** 2 * torch.tensor(shares, dtype=torch.float64, device=norms.device)).sum()
+        squares = (norms.double() ** 2 * self.shares).sum()
         norm = self.mesh.sum(squares).sqrt().float()
         if limit is not None:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))

@@ -4,27 +4,36 @@ torch's distribute_tensor would send each whole tensor from rank 0; here every p
 drew or read itself, without a message.
 """
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:  # importing it takes a second, which a run on one process has no use for
+    from torch.distributed.tensor import DTensor
+
+
+def is_spread(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor: this process holds a shard of it."""
+    return hasattr(tensor, "placements")
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor; changing it changes the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_spread(tensor) else tensor
 
 
 def fill(target: Tensor, whole: Tensor) -> None:
     """Copy into a parameter, or into its local shard, what belongs there of the whole tensor."""
     with torch.no_grad():
-        if isinstance(target, DTensor):
+        if is_spread(target):
             target.to_local().copy_(local_part(whole, target))
         else:
             target.copy_(whole)
 
 
-def local_part(whole: Tensor, like: DTensor) -> Tensor:
+def local_part(whole: Tensor, like: "DTensor") -> Tensor:
     """This process's shard of a tensor that is spread like another one."""
     part = whole
     for dim, size, position, _ in _cuts(like):
@@ -35,7 +44,7 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
 
 def gather(tensor: Tensor) -> Tensor:
     """The whole tensor, on every process that holds a shard of it; all of them must call this."""
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return tensor.detach()
     cuts = _cuts(tensor)
     lengths, length = [], list(tensor.shape)
@@ -54,7 +63,7 @@ def gather(tensor: Tensor) -> Tensor:
     return part
 
 
-def _cuts(tensor: DTensor) -> list[tuple[int, int, int, dist.ProcessGroup]]:
+def _cuts(tensor: "DTensor") -> list[tuple[int, int, int, dist.ProcessGroup]]:
     """How a tensor was cut, in order: dimension, number of parts, this process's part, its group.
 
     Tensor parallelism cuts first and FSDP2 cuts what is left, so the axes are walked from the innermost out. (DTensor

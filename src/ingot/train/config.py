@@ -32,7 +32,9 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator (AdamW)."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decay of matrices and embeddings; biases and norms are not decayed."""
+    """Decay of the weights."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What is decayed: matrices and embeddings, as Megatron and NeoX do; or biases and norms too, as Composer does."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum (Muon)."""
 
@@ -54,6 +56,10 @@ class SchedulerConfig(Section):
     """inv_sqrt: the time after which the rate has fallen to 1/sqrt(2). Default: t_warmup."""
     t_decay: Time = Time(0.1, "dur")
     """wsd: length of the final decay."""
+    warmup_floor: int = Field(0, ge=0)
+    """Batches that the warmup counts at least: 1 gives the first step a rate (GPT-NeoX), 0 none (everyone else)."""
+    floor: float = Field(0.0, ge=0, le=1)
+    """Never below this fraction of the peak once the warmup is over."""
     decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
     """wsd: shape of the final decay; sqrt is 1 - sqrt(progress)."""
 

@@ -61,10 +61,10 @@ def set_memory_budget(part: float, compiled: bool) -> None:
     torch._functorch.config.activation_memory_budget = part
 
 
-def check_spread(config: RunConfig, spread: bool) -> None:
+def check_spread(config: RunConfig, layout: Layout) -> None:
     """What a model spread over processes cannot do (yet) is refused before they meet."""
-    if not spread:
-        return
+    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
+        raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")
     if config.precision == "fp16":
         raise ConfigError("precision=fp16 works on one process only (its loss scaling does); use bf16")
     if config.optimizer.name == "muon":

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 
 from ingot.data.dataset import IGNORE, Dataset
 from ingot.data.order import Order
-from ingot.parallel.apply import Spread
 from ingot.train.device import autocast
 from ingot.train.step import to_device
+
+if TYPE_CHECKING:
+    from ingot.parallel.apply import Spread
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def evaluate(
     token_bytes: np.ndarray | None,
     order: Order,
     max_batches: int = -1,
-    spread: Spread | None = None,
+    spread: "Spread | None" = None,
 ) -> Evaluation:
     """The mean loss over a data set, or over its first `max_batches` batches in the given order.
 

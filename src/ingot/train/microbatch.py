@@ -1,22 +1,25 @@
 """How many sequences go through the model at once."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ingot.errors import ConfigError
 from ingot.model.gpt import parameter_shapes
-from ingot.parallel.apply import Spread
 from ingot.parallel.config import Layout
 from ingot.train.config import RunConfig
 from ingot.train.device import autocast
+
+if TYPE_CHECKING:
+    from ingot.parallel.apply import Spread
 
 CPU_TOKENS = 4096  # beyond this a CPU gains nothing and its caches lose
 
 
 def choose_microbatch(
-    config: RunConfig, model: nn.Module, device: torch.device, spread: Spread | None = None
+    config: RunConfig, model: nn.Module, device: torch.device, spread: "Spread | None" = None
 ) -> tuple[int, str]:
     """The microbatch size, and why. It always divides the global batch."""
     layout = spread.mesh.layout if spread is not None else Layout()
@@ -43,7 +46,7 @@ def _estimate(config: RunConfig, layout: Layout, device: torch.device, sizes: li
     gathered = 3 * 4 * parameters / m.n_layers / layout.tensor  # a block's weights, the next one's, and gradients
     tokens = config.max_seq_len / layout.context
     kept = {None: 34, "selective": 18, "full": 2}[config.recompute]  # bytes per token, layer and width, in bf16
-    layers = m.n_layers / layout.pipeline
+    layers = m.n_layers  # a pipeline holds 1 / n of the layers and, at its start, n microbatches
     block = 34 * m.d_model * tokens / layout.tensor
     sequence = kept * m.d_model * tokens * layers / layout.tensor + block + 12 * m.vocab_rows * tokens / layout.tensor
     size = max([n for n in sizes if 0.85 * gpu - state - gathered >= n * sequence] or [1])

@@ -55,7 +55,8 @@ class Optimizer:
         hidden = {p for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
         decay = config.weight_decay if config.name in ("adamw", "muon") else config.weight_decay / config.lr
-        groups = _decay_groups([p for p in self.names if p not in hidden], decay)
+        rest = [p for p in self.names if p not in hidden]
+        groups = _decay_groups(rest, decay, decay if config.decay == "all" else 0.0)
         if config.name == "lion":
             self.parts[LABELS["lion"]] = Lion(groups, config.lr, config.betas)
         else:
@@ -128,9 +129,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     return norm
 
 
-def _decay_groups(parameters: list[Tensor], decay: float) -> list[dict]:
-    """Matrices and embeddings are decayed; biases and norms are not."""
+def _decay_groups(parameters: list[Tensor], decay: float, vector_decay: float) -> list[dict]:
+    """Matrices and embeddings in one group, biases and norms in another."""
     matrices = [p for p in parameters if p.ndim >= 2]
     vectors = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": vector_decay}]
     return [group for group in groups if group["params"]]

@@ -13,7 +13,11 @@ def lr_multiplier(config: SchedulerConfig, clock: Clock, batch: int) -> float:
     """Fraction of the peak learning rate for the step that follows `batch` finished ones."""
     warmup = clock.batches(config.t_warmup)
     if batch < warmup:
-        return batch / warmup
+        return min(1.0, max(batch, config.warmup_floor) / warmup)
+    return max(config.floor, _after_warmup(config, clock, batch, warmup))
+
+
+def _after_warmup(config: SchedulerConfig, clock: Clock, batch: int, warmup: float) -> float:
     final = config.alpha_f
     end = clock.batches(config.t_max)
     match config.name:

@@ -4,16 +4,20 @@ The loss of a batch is the mean over all its loss-bearing tokens, wherever they 
 memory and speed, never the result.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ingot.data.loader import Batch
 from ingot.model.gpt import IGNORE
-from ingot.parallel.apply import Spread
 from ingot.train.config import RunConfig
 from ingot.train.device import autocast
 from ingot.train.optimizer import Optimizer, clip_gradients
+
+if TYPE_CHECKING:
+    from ingot.parallel.apply import Spread
 
 
 class TrainStep:
@@ -26,7 +30,7 @@ class TrainStep:
         optimizer: Optimizer,
         device: torch.device,
         micro: int,
-        spread: Spread | None = None,
+        spread: "Spread | None" = None,
     ):
         self.config, self.model, self.optimizer, self.spread = config, model, optimizer, spread
         self.device, self.micro = device, micro

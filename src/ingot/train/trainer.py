@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from ingot.errors import CheckpointError, ConfigError, IngotError, disk_error
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token, parameter_shapes
 from ingot.model.init import build_model
-from ingot.parallel.apply import Spread, spread_model
 from ingot.parallel.config import choose_layout
 from ingot.parallel.place import find_place
 from ingot.parallel.world import join_world, leave_world
@@ -62,6 +61,9 @@ from ingot.train.run_folder import TOKENIZER, changed_keys, check_disk_space, op
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
 from ingot.version import __version__
+
+if TYPE_CHECKING:
+    from ingot.parallel.apply import Spread
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Trainer:
             config.parallel, place.world, config.model, config.max_seq_len, config.global_train_batch_size
         )
         spread = place.world > 1 or config.parallel.shard == 1
-        check_spread(config, spread)
+        if spread:
+            check_spread(config, self.layout)
         self.world = join_world(place, self.device, config.parallel.join_timeout) if spread else None
         self.first = place.rank == 0  # the process that writes
         self.data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
@@ -116,7 +119,8 @@ class Trainer:
         if self.eval_data is None:
             reporter.note("no validation data, so no evaluation; name some with data.eval.path=...")
         if self.world is not None:
-            reporter.note(f"{place.world} processes, {self.layout}: {layout_why}")
+            count = f"{place.world} processes" if place.world > 1 else "one process, wrapped by FSDP2"
+            reporter.note(f"{count}, {self.layout}: {layout_why}" if place.world > 1 else count)
             self.world.agree("start", {
                 "config": config_hash(config), "code": code_hash(), "data": json.dumps(self.data.fingerprint())
             })  # fmt: skip
@@ -134,6 +138,8 @@ class Trainer:
             model.use_kernel(kernel, config.max_seq_len, self.device)
             self.names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         else:
+            from ingot.parallel.apply import spread_model  # a second of imports that one process has no use for
+
             self.spread = spread_model(
                 config.model, config.parallel, self.layout, self.device, seq_len=config.max_seq_len,
                 precision=config.precision, kernel=kernel, recompute=config.recompute, compiled=compiled,

@@ -58,10 +58,8 @@ NOT_NEEDED = {
     "used by other initialisations only": "model.init_config.init_gain model.init_gain",
     "losses are weighted by their tokens": "accumulate_train_batch_on_tokens",
     "batches are full, and token data is all there is": _in(
-        LOADERS, "name label drop_last num_workers pin_memory prefetch_factor persistent_workers timeout"
-    )
-    .replace("train_loader.name", "")
-    .replace("eval_loader.name", ""),
+        LOADERS, "label drop_last num_workers pin_memory prefetch_factor persistent_workers timeout"
+    ),
     OWN_READER: _in(DATASETS, READING),
     "weights and optimizer are spread by FSDP2; fp32 master weights, gradients reduced in fp32": _in(
         "fsdp_config",

@@ -50,8 +50,8 @@ NOT_NEEDED = {
         "no_rope_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl cuda_graph_impl manual_gc "
         "manual_gc_interval te_rng_tracker no_persist_layer_norm calculate_per_token_loss use_cpu_initialization"
     ),
-    "blocks are recomputed whole or not at all, and only on the device": (
-        "recompute_activations recompute_method recompute_num_layers recompute_modules distribute_saved_activations "
+    "blocks are recomputed on the device, all of them alike": (
+        "recompute_method recompute_num_layers recompute_modules distribute_saved_activations "
         "cpu_offloading_num_layers fine_grained_activation_offloading"
     ),
     "the data is read as it is, without an index to build": (
@@ -119,9 +119,9 @@ COMPUTED = (
     "global_batch_size train_iters train_samples min_lr lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples "
     "lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction warmup clip_grad adam_beta1 "
     "adam_beta2 tensor_model_parallel_size model_parallel_size pipeline_model_parallel_size context_parallel_size bf16 "
-    "fp16 recompute_granularity checkpoint_activations deterministic_mode data_path split train_data_path "
-    "valid_data_path tokenizer_type tokenizer_model vocab_file merge_file vocab_size padded_vocab_size save load "
-    "finetune save_interval eval_iters eval_interval full_validation log_interval"
+    "fp16 recompute_granularity recompute_activations checkpoint_activations deterministic_mode data_path split "
+    "train_data_path valid_data_path tokenizer_type tokenizer_model vocab_file merge_file vocab_size padded_vocab_size "
+    "save load finetune save_interval eval_iters eval_interval full_validation log_interval"
 )
 
 
@@ -182,8 +182,9 @@ def _training(t: Translation) -> None:
     kin.put_checkpoints(t, "save_interval")
     t.put("log_interval", kin.count(t.number("log_interval", 100)), "log_interval")
     t.put("precision", "bf16" if t.get("bf16") else "fp16" if t.get("fp16") else "fp32", "bf16", "fp16")
-    whole = t.get("recompute_granularity") == "full" or t.get("checkpoint_activations", False)
-    t.put("activation_checkpointing", bool(whole), "recompute_granularity", "checkpoint_activations")
+    flags = ("recompute_granularity", "checkpoint_activations", "recompute_activations")
+    usual = "full" if t.get(flags[1]) else "selective" if t.get(flags[2]) else "none"
+    t.put("activation_checkpointing", t.choice(flags[0], usual, "none full selective"), *flags)
     if t.get("deterministic_mode"):
         t.put("deterministic", True, "deterministic_mode")
     t.put("gradient_clipping", t.number("clip_grad", 1.0) or None, "clip_grad")

@@ -1,0 +1,89 @@
+"""The microbatch that `auto` chooses against the largest that fits, found by trying sizes by hand, on one GPU.
+
+    python benchmarks/microbatch.py mpt-125m mpt-1b mpt-7b > benchmarks/results/microbatch.txt
+
+Each size by hand is a whole step: forward, backward, clipping and optimizer, twice. `fsdp` is the same model wrapped by
+FSDP2 on one process (parallel.shard=1), where the choice is an estimate that is halved if it does not fit.
+"""
+
+import sys
+import time
+
+import numpy as np
+import torch
+
+from ingot.config.load import load_config
+from ingot.data.loader import Batch
+from ingot.model.attention import choose_kernel
+from ingot.model.init import build_model
+from ingot.parallel.apply import spread_model
+from ingot.parallel.config import Layout
+from ingot.parallel.place import Place
+from ingot.parallel.world import join_world
+from ingot.train.config import RunConfig
+from ingot.train.memory import is_out_of_memory
+from ingot.train.microbatch import choose_microbatch
+from ingot.train.optimizer import Optimizer
+from ingot.train.step import TrainStep
+
+DEVICE = torch.device("cuda", 0)
+
+
+def measure(recipe: str, wrapped: bool) -> str:
+    config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false"])
+    kernel, _ = choose_kernel(config.model, DEVICE)
+    spread = None
+    if wrapped:
+        spread = spread_model(
+            config.model, config.parallel, Layout(), DEVICE, seq_len=config.max_seq_len, precision=config.precision,
+            kernel=kernel, recompute=config.recompute, compiled=False,
+        )  # fmt: skip
+        spread.init_weights(1)
+        model, names = spread.roots[0], spread.names
+    else:
+        model = build_model(config.model, 1, DEVICE)
+        model.recompute = config.recompute
+        model.use_kernel(kernel, config.max_seq_len, DEVICE)
+        names = {p: name for name, p in model.named_parameters()}
+    optimizer = Optimizer(config.optimizer, names)
+    start = time.perf_counter()
+    chosen, why = choose_microbatch(config, model, DEVICE, spread)
+    seconds = time.perf_counter() - start
+    largest, peak, loss = 0, 0.0, 0.0
+    size = 1
+    while size <= 512:
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        step = TrainStep(
+            config.model_copy(update={"global_train_batch_size": size}), model, optimizer, DEVICE, size, spread
+        )
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (size, config.max_seq_len))
+        optimizer.set_lr(0.0)
+        try:
+            for _ in range(2):
+                value, _ = step.run(Batch(tokens, tokens, np.arange(size)))
+            torch.cuda.synchronize(DEVICE)
+            largest, peak, loss = size, torch.cuda.max_memory_allocated(DEVICE) / 2**30, float(value)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            step.retry_with(1)
+            break
+        size *= 2
+    kind = "fsdp" if wrapped else "plain"
+    return (
+        f"{recipe:10s} {kind:6s} chosen {chosen:4d} ({seconds:.1f} s)  largest by hand {largest:4d}  "
+        f"peak {peak:6.1f} GiB  loss {loss:.5f}  | {why}"
+    )
+
+
+def main() -> None:
+    print(f"# torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)
+    join_world(Place(), DEVICE, 60)
+    for recipe in sys.argv[1:]:
+        for wrapped in (False, True):
+            print(measure(recipe, wrapped), flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
