@@ -58,6 +58,9 @@ def test_nproc_starts_processes_and_keeps_the_log_of_each(ingot: Ingot, data: Pa
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 12
     assert "2 processes, tensor=2" in (folder / "logs" / "rank-1.log").read_text()
     assert (folder / "checkpoints" / "12" / "manifest.json").is_file()
+    ingot("train", *TINY, f"data={data}", f"save_folder={folder}", "--nproc", "2", "--fresh", "max_duration=2ba")
+    assert "2 processes, shard=2" in (folder / "logs" / "rank-1.log").read_text()
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["2"]
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(data: Path, tmp_path: Path) -> None:

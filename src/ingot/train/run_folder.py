@@ -35,7 +35,11 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Path:
         if fresh:
             for name in OURS:
                 path = run / name
-                if path.is_dir():
+                if name == LOGS:  # the processes of this start already write their own logs there
+                    for log in path.glob("*"):
+                        if not log.name.startswith("rank-"):
+                            log.unlink()
+                elif path.is_dir():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
