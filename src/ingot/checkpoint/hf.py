@@ -5,7 +5,6 @@ under its name only when every byte is on disk. Files are safetensors both ways:
 """
 
 import json
-import os
 import re
 import shutil
 import uuid
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ingot.checkpoint.hf_config import CLASS_OF_TYPE, from_hf_config, hf_class, to_hf_config
 from ingot.checkpoint.hf_weights import PREFIX, from_hf, hf_names, to_hf
+from ingot.checkpoint.manifest import sync
 from ingot.errors import CheckpointError, disk_error
 from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
@@ -68,9 +68,9 @@ def export_hf(
         special = {key: values[key] for key in ("bos_token_id", "eos_token_id") if values[key] is not None}
         _write_json(partial / "generation_config.json", special)
         for path in (*partial.iterdir(), partial):
-            _fsync(path)
+            sync(path)
         partial.rename(out)
-        _fsync(partial.parent)
+        sync(partial.parent)
     except OSError as error:
         raise disk_error("export to", out, error) from error
     finally:
@@ -303,11 +303,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -115,11 +115,12 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file or the names in a folder last."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

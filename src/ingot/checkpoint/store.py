@@ -16,7 +16,7 @@ from ingot.checkpoint.manifest import (
     read_manifest,
     remove,
     steps_in,
-    sync_folder,
+    sync,
     verify,
     write_manifest,
 )
@@ -49,7 +49,7 @@ def save_checkpoint(run: Path, step: int, tensors: dict[str, dict[str, Tensor]],
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    sync_folder(parent)
+    sync(parent)
     return target
 
 
