@@ -91,7 +91,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
             if part in name:
                 return peak, f"data sheet of {part}"
     size = 1024 if device.type == "cpu" else 8192
-    dtype = DTYPES.get(precision, torch.float32) if device.type == "cuda" else torch.float32
+    dtype = DTYPES.get(precision, torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a
     best = float("inf")
