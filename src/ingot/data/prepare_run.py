@@ -24,7 +24,7 @@ import xxhash
 
 from ingot.data import indexed_writer as indexed
 from ingot.data import mds_writer as mds
-from ingot.data.files import write_json
+from ingot.data.files import file_hash, write_json
 from ingot.data.input_files import ReadOptions, SourceFile
 from ingot.data.packing import Plan, Shard, make_packer
 from ingot.data.prepare_progress import Reporter
@@ -242,7 +242,7 @@ class Preparation:
         for number, done in list(self.pieces.items()):
             data, lengths = part_paths(job, number)
             # A part that is gone has served its shards; one that is damaged (a power cut) must be made again.
-            if data.exists() and (not lengths.exists() or _file_hash(data) != done["hash"]):
+            if data.exists() and (not lengths.exists() or file_hash(data, xxhash.xxh3_64) != done["hash"]):
                 del self.pieces[number]
 
     # ---- the work ----
@@ -490,14 +490,6 @@ class Preparation:
         if not self.tokenizer:
             report.tokens = 0
         return report
-
-
-def _file_hash(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
