@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from object_store import s3  # noqa: F401  an S3 server, for whoever names it
 
 from ingot.data.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer

@@ -6,6 +6,8 @@ Anything else that escapes is a defect of ours and ends with exit code 1.
 EXIT_FINISHED = 0
 EXIT_FAULT = 1  # something broke that may work on a second try
 EXIT_USER_ERROR = 2  # the same command would fail again
+EXIT_GIVEN_UP = 3  # tried again, to no avail: the same failure twice, or no progress; a human must look
+EXIT_CONTINUE = 75  # stopped as asked, with a checkpoint: the same command continues (EX_TEMPFAIL of sysexits.h)
 
 
 class IngotError(Exception):
@@ -24,6 +26,14 @@ class DataError(IngotError):
 
 class CheckpointError(IngotError):
     """A checkpoint is missing, damaged, foreign, or of another model."""
+
+
+class NumericError(IngotError):
+    """The loss or the gradient is not a number, or jumped."""
+
+
+class OwnerError(IngotError):
+    """Another process writes in the run folder."""
 
 
 class DiskError(IngotError):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from ingot.data import engine as engines
-from ingot.data.engine import Engine, choose_engine, hostile_texts
+from ingot.data.engine import Engine, Rules, choose_engine, hostile_texts
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import DataError
@@ -28,6 +28,10 @@ def real(name: str) -> Tokenizer:
     if not (REAL / name).is_file():
         pytest.skip(f"{name} is not on this machine")
     return load_tokenizer(REAL / name)
+
+
+def utf8(texts: list[str]) -> list[bytes]:
+    return [text.encode() for text in texts]
 
 
 def test_training_twice_gives_the_same_tokenizer(tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_the_fast_engine_gives_hugging_faces_ids_on_hostile_unicode(name: str, t
     fast = choose_engine(tokenizer)
     assert fast.name == "gigatoken", fast.reason
     texts = [*hostile_texts(tokenizer, count=3000, seed=1), TEXT, "", " ", "\0"]
-    ids, lengths = fast.encode(texts)
+    ids, lengths = fast.encode(utf8(texts))
     expected = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in texts]
     assert lengths.tolist() == [len(e) for e in expected]
     assert ids.tolist() == [i for e in expected for i in e]
@@ -119,7 +123,7 @@ def test_a_letter_that_only_one_engine_knows_is_left_to_hugging_face(tmp_path: P
     fast = choose_engine(tokenizer)
     text = "\U00032755're"
     assert fast._encode_fast([text.encode()])[0].tolist() != tokenizer.encode(text)
-    assert fast.encode([text])[0].tolist() == tokenizer.encode(text)
+    assert fast.encode(utf8([text]))[0].tolist() == tokenizer.encode(text)
 
 
 def test_a_tokenizer_that_the_fast_engine_gets_wrong_falls_back_with_a_reason(
@@ -146,7 +150,7 @@ def test_an_unsupported_tokenizer_falls_back_with_a_reason() -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     engine = choose_engine(Tokenizer(words))
     assert engine.name == "hf" and engine.reason
-    assert engine.encode(["a b a", ""])[0].tolist() == [0, 1, 0]
+    assert engine.encode([b"a b a", b""])[0].tolist() == [0, 1, 0]
 
 
 def test_normalizing_tokenizers_are_exact_too(trained: Tokenizer) -> None:
@@ -162,7 +166,7 @@ def test_normalizing_tokenizers_are_exact_too(trained: Tokenizer) -> None:
         "\U0001f468\u200d\U0001f469",
         *hostile_texts(tokenizer, 2000, 3),
     ]
-    ids, _ = engine.encode(texts)
+    ids, _ = engine.encode(utf8(texts))
     assert ids.tolist() == [i for text in texts for i in tokenizer.encode(text)]
 
 
@@ -173,10 +177,10 @@ def test_long_documents_are_cut_without_changing_their_ids(
     text = TEXT * 50
     expected = trained.encode(text)
     monkeypatch.setattr(engines, "_CHUNK_CHARS", 200)
-    engine = Engine(trained, name)
+    engine = Engine(Rules.of(trained), name)
     chunks = list(engine._chunks(text))
     assert len(chunks) > 10 and "".join(chunks) == text
-    ids, lengths = engine.encode([text, "a"])
+    ids, lengths = engine.encode(utf8([text, "a"]))
     assert ids.tolist() == expected + trained.encode("a")
     assert lengths.tolist() == [len(expected), len(trained.encode("a"))]
 
@@ -186,7 +190,7 @@ def test_a_long_document_with_nowhere_to_cut_is_encoded_whole(
 ) -> None:
     monkeypatch.setattr(engines, "_CHUNK_CHARS", 50)
     text = "x" * 1000
-    assert Engine(trained, "gigatoken").encode([text])[0].tolist() == trained.encode(text)
+    assert Engine(Rules.of(trained), "gigatoken").encode(utf8([text]))[0].tolist() == trained.encode(text)
 
 
 def test_what_the_tokenizer_puts_around_a_document_is_found(trained: Tokenizer) -> None:
@@ -195,4 +199,4 @@ def test_what_the_tokenizer_puts_around_a_document_is_found(trained: Tokenizer) 
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     engine = choose_engine(Tokenizer(backend))
-    assert (engine.prefix, engine.suffix) == ([0], [])
+    assert (engine.rules.prefix, engine.rules.suffix) == ([0], [])

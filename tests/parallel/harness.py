@@ -6,9 +6,12 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ingot.checkpoint.manifest import read_manifest
+from ingot.checkpoint.store import CheckpointTensors
 from ingot.config.load import load_config
 from ingot.report.metrics_file import MetricsFile, read_rows
 from ingot.train.config import RunConfig
@@ -55,8 +58,6 @@ def _worker(rank: int, runs: list[list[str]], processes: int, port: int, folder:
         "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    import torch
-
     torch.set_num_threads(1)
     for number, arguments in enumerate(runs):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # each run has its own keys in the store
@@ -86,6 +87,12 @@ def evaluations(folder: Path) -> list[float]:
 
 def final_step(folder: Path) -> Path:
     return max((folder / "checkpoints").iterdir(), key=lambda p: int(p.name))
+
+
+def tensors(folder: Path, section: str) -> dict[str, torch.Tensor]:
+    """What a finished run has saved, put together from the files of all its processes."""
+    stored = CheckpointTensors(read_manifest(final_step(folder)), section)
+    return {name: stored.get(name) for name in stored.names() if not name.startswith("rng/")}
 
 
 def manifest(folder: Path) -> dict:

@@ -3,7 +3,7 @@
 import pytest
 
 from ingot.errors import ConfigError
-from ingot.launch.local import find_node
+from ingot.launch.node import find_node
 from ingot.model.config import ModelConfig
 from ingot.parallel.config import Layout, ParallelConfig, choose_layout
 from ingot.parallel.place import Place, find_place, first_host

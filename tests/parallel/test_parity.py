@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import evaluations, final_step, losses, norms, train_all, train_here
-from safetensors.torch import load_file
+from harness import evaluations, losses, norms, tensors, train_all, train_here
 
 from ingot.checkpoint.transfer import export_run
 from ingot.parallel.config import ParallelConfig
@@ -47,12 +46,12 @@ def assert_same_training(one: Path, many: Path, steps: int = 20) -> None:
     assert relative(losses(one), losses(many)) <= 1e-5
     assert relative(norms(one), norms(many)) <= 1e-4
     assert relative(evaluations(one), evaluations(many)) <= 1e-5
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        expected, got = (load_file(final_step(folder) / file) for folder in (one, many))
+    for section in ("model", "optimizer"):
+        expected, got = tensors(one, section), tensors(many, section)
         assert expected.keys() == got.keys()
         for name in expected:
             assert expected[name].shape == got[name].shape, name
-        if file.startswith("model"):
+        if section == "model":
             for name, tensor in expected.items():
                 assert (tensor - got[name]).norm() <= 1e-4 * tensor.norm().clamp(min=1e-2), name
 
@@ -122,9 +121,10 @@ def test_two_processes_train_like_one(runs: Path, name: str) -> None:
 
 
 def test_initial_weights_are_bitwise_the_same_under_every_layout(runs: Path) -> None:
-    expected = (final_step(runs / "still-one") / "model.safetensors").read_bytes()
+    expected = tensors(runs / "still-one", "model")
     for name in ("still-fsdp", "still-tensor", "still-v"):
-        assert (final_step(runs / name) / "model.safetensors").read_bytes() == expected, name
+        got = tensors(runs / name, "model")
+        assert got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) for n in got), name
 
 
 def test_weights_from_hugging_face_come_out_with_the_same_bytes_under_every_layout(runs: Path, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_metrics_tell_ranks_apart_and_devices_from_the_total(runs: Path) -> None
 def test_bf16_keeps_fp32_weights_and_stays_near_one_process(runs: Path) -> None:
     for name in ("bf16-fsdp", "bf16-pipeline"):
         assert relative(losses(runs / "bf16-one"), losses(runs / name)) <= 2e-2
-        weights = load_file(final_step(runs / name) / "model.safetensors")
+        weights = tensors(runs / name, "model")
         assert {t.dtype for t in weights.values()} == {torch.float32}
 
 
@@ -161,7 +161,7 @@ def test_dropout_repeats_with_the_seed_and_across_a_stop(runs: Path) -> None:
 def test_a_run_goes_on_under_any_other_layout(runs: Path) -> None:
     """Ten steps on one process, five as a pipeline, five with sharded weights: the losses of one process."""
     assert relative(losses(runs / "gpt3"), losses(runs / "moved")) <= 1e-5
-    one, moved = (load_file(final_step(runs / name) / "model.safetensors") for name in ("gpt3", "moved"))
+    one, moved = tensors(runs / "gpt3", "model"), tensors(runs / "moved", "model")
     for name, tensor in one.items():
         assert (tensor - moved[name]).norm() <= 1e-4 * tensor.norm().clamp(min=1e-2), name
 

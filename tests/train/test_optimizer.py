@@ -126,8 +126,9 @@ def test_state_moved_to_another_optimizer_continues_bit_for_bit(name: str) -> No
         optimizer.step()
     twin, other = make(name, lr=0.01, weight_decay=0.1)
     twin.load_state_dict(model.state_dict())
-    state = [(n, t.clone()) for n, t in optimizer.state_tensors().items()]
-    other.load_state_tensors(state, optimizer.names.values())
+    state = {n: t.clone() for n, t in optimizer.state_tensors().items()}
+    for name, slot in other.state_slots((n, t.dtype, t.shape) for n, t in state.items()):
+        slot.copy_(state[name])
     for m, o in ((model, optimizer), (twin, other)):
         set_gradients(m, 9)
         o.step()

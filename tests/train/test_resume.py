@@ -32,7 +32,7 @@ def run(data: Path, folder: Path, *more: str, fresh: bool = False) -> Path:
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     path = folder / "checkpoints" / str(step)
     return {
-        f"{f}/{k}": v for f in ("model", "optimizer", "rng") for k, v in load_file(path / f"{f}.safetensors").items()
+        f"{f}/{k}": v for f in ("model", "optimizer") for k, v in load_file(path / f"{f}.safetensors").items()
     }
 
 
@@ -142,7 +142,6 @@ def test_a_checkpoint_is_safetensors_and_a_manifest_with_true_hashes(whole: Path
         "manifest.json",
         "model.safetensors",
         "optimizer.safetensors",
-        "rng.safetensors",
     ]
     manifest = read_manifest(folder)
     verify(manifest)

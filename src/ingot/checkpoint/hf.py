@@ -63,7 +63,7 @@ def export_hf(
             raise CheckpointError(f"{out} already exists and is not an empty folder; choose another one for the export")
         partial.mkdir(parents=True)
         values |= _write_tokenizer(tokenizer, config, partial)
-        values["torch_dtype"] = _write_weights(_converted(tensors, hf, config, dtype), partial, max_shard_bytes)
+        values["torch_dtype"] = write_shards(_converted(tensors, hf, config, dtype), partial, max_shard_bytes)
         _write_json(partial / "config.json", values)
         special = {key: values[key] for key in ("bos_token_id", "eos_token_id") if values[key] is not None}
         _write_json(partial / "generation_config.json", special)
@@ -80,7 +80,7 @@ def export_hf(
 
 def _converted(tensors: TensorReader, hf: str, config: ModelConfig, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the exported model, in order, under its full Hugging Face name."""
-    shapes, have = _shapes(config), set(tensors.names())
+    shapes, have = shapes_of(config), set(tensors.names())
     if wrong := sorted(have ^ shapes.keys()):
         state = "is not part of" if wrong[0] in have else "is missing from"
         raise CheckpointError(f"cannot export: tensor {wrong[0]} {state} the model that its config describes")
@@ -103,7 +103,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> str:
+def write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> str:
     """One file, or numbered shards and their index; only one shard is in memory. Gives back the weights' dtype."""
     shards: list[tuple[Path, list[str]]] = []
     shard: dict[str, Tensor] = {}
@@ -189,8 +189,8 @@ class _HFReader:
     def __init__(self, folder: Path, hf: str, config: ModelConfig):
         self.folder, self.hf, self.config = folder, hf, config
         self.stored: dict[str, tuple[str, Any]] = {}  # name without prefix -> full name, open file
-        for path in _weight_files(folder):
-            file = _open(path)
+        for path in weight_files(folder):
+            file = open_safetensors(path)
             for full in file.keys():  # noqa: SIM118 - not a mapping
                 name = full.removeprefix(PREFIX[hf])
                 if name == "lm_head.weight":
@@ -201,7 +201,7 @@ class _HFReader:
                     self.stored[name] = (full, file)
         last = hf_names(hf, f"blocks.{config.n_layers - 1}.norm_1.weight")[0]
         self._must_have(last)  # before a model of that many layers is imagined
-        self.shapes = _shapes(config)
+        self.shapes = shapes_of(config)
         self._check()
 
     def names(self) -> list[str]:
@@ -249,7 +249,7 @@ class _HFReader:
             raise CheckpointError(f"{self.folder}: {self.hf} has no place for the tensor {self.stored[unknown[0]][0]}")
 
 
-def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
+def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
     """Every parameter of the model and its shape; nothing is allocated."""
     try:
         with torch.device("meta"):
@@ -258,7 +258,7 @@ def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
         raise CheckpointError(f"the config describes an impossible model: {str(error).splitlines()[0]}") from None
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a folder: one file, or the shards that its index names, which must lie beside it."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
@@ -282,7 +282,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -90,6 +90,7 @@ def split_qkv(config: ModelConfig, fused: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def fuse_qkv(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The inverse of `split_qkv`."""
-    groups, width, rest = config.kv_heads, config.head_width, q.shape[1:]
+    width, rest = config.head_width, q.shape[1:]
+    groups = k.shape[0] // width  # of a slice, fewer than the model has
     heads = [t.reshape(groups, -1, width, *rest) for t in (q, k, v)]  # [G, H/G or 1, D, ...]
     return torch.cat(heads, dim=1).reshape(-1, *rest)

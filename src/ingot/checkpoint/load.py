@@ -13,7 +13,7 @@ from ingot.config.load import validate
 from ingot.errors import CheckpointError, ConfigError
 from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
-from ingot.parallel.weights import fill
+from ingot.parallel.weights import fill, local, local_offsets
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
@@ -58,9 +58,21 @@ def fill_parameters(
     if extra := sorted(found - known):
         raise CheckpointError(f"{source} has a weight {extra[0]} that this model lacks: it is of another model")
     for parameter, name in parameters.items():
-        tensor = tensors.get(name)
-        if tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"{source}: {name} is {list(tensor.shape)}, this model has {list(parameter.shape)}: another shape"
-            )
-        fill(parameter, tensor)
+        read_into(parameter, name, tensors, source)
+
+
+def read_into(target: Tensor, name: str, tensors: TensorReader, source: str) -> None:
+    """Fill a tensor, or this process's part of it; of our own checkpoints no more than that is read."""
+    if isinstance(tensors, CheckpointTensors):
+        _check_shape(target, tensors.entries[name].shape, name, source)
+        with torch.no_grad():
+            tensors.read(name, local(target), local_offsets(target))
+    else:
+        whole = tensors.get(name)
+        _check_shape(target, whole.shape, name, source)
+        fill(target, whole)
+
+
+def _check_shape(target: Tensor, shape: tuple[int, ...], name: str, source: str) -> None:
+    if tuple(shape) != target.shape:
+        raise CheckpointError(f"{source}: {name} is {list(shape)}, this model has {list(target.shape)}: another shape")

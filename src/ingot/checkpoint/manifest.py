@@ -1,23 +1,63 @@
-"""A checkpoint is a folder of safetensors files and a `manifest.json` that names each with its size and hash.
+"""A checkpoint is a folder of safetensors files and a `manifest.json` that names each with its size and hash, and says
+where in them every tensor is.
 
 The manifest is written last and the folder renamed into place after it, so a checkpoint exists whole or not at all.
-Nothing here is pickled: loading a checkpoint runs no code of whoever wrote it.
+Nothing here is pickled: loading a checkpoint runs no code of whoever wrote it, and what a manifest may claim is checked
+by type and bounds before anything is made of it.
 """
 
 import json
+import math
 import os
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ingot.data.files import file_hash
 from ingot.errors import CheckpointError
 
 FORMAT = "ingot-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 26  # a thousand ranks and as many tensors take half of it
+MODEL, OPTIMIZER = "model", "optimizer"  # the two kinds of files; the second holds what only training needs
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+Chunk = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Part of a tensor: the number of the file that holds it, where it begins in the whole tensor, its shape."""
+
+
+class File(msgspec.Struct, frozen=True):
+    """Size and hash of a file."""
+
+    bytes: int
+    xxh3: str
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A tensor, and the chunks that it is stored in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+class _Heading(msgspec.Struct):
+    format: str
+    version: int
+
+
+class _Content(_Heading):
+    step: int
+    parts: int
+    files: dict[str, File]
+    tensors: dict[str, dict[str, Entry]]
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,66 +66,137 @@ class Manifest:
 
     folder: Path
     step: int
-    files: dict[str, dict[str, Any]]
-    """File name to {"bytes", "xxh3"}."""
+    parts: int
+    """Files of each kind: one for each process that wrote."""
+    files: dict[str, File]
+    tensors: dict[str, dict[str, Entry]]
+    """By kind of file and name."""
     state: dict[str, Any]
     """Everything that is not a tensor: config, progress, position in metrics.jsonl."""
 
-    def path(self, name: str) -> Path:
-        if name not in self.files:
-            raise CheckpointError(f"checkpoint {self.folder} has no {name}; it holds weights only, not training state")
-        return self.folder / name
-
     @property
     def bytes(self) -> int:
-        return sum(entry["bytes"] for entry in self.files.values())
+        return sum(file.bytes for file in self.files.values())
+
+    @property
+    def has_training_state(self) -> bool:
+        return OPTIMIZER in self.tensors
+
+    def section_files(self, section: str) -> list[str]:
+        return [name for name in self.files if re.match(rf"{section}[-.]", name)]
 
 
-def write_manifest(folder: Path, step: int, names: list[str], state: dict[str, Any]) -> None:
-    """Hash the files of a checkpoint and write the manifest that makes it one."""
-    files = {name: {"bytes": (folder / name).stat().st_size, "xxh3": file_hash(folder / name)} for name in names}
-    content = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
-    write_atomically(folder / MANIFEST, json.dumps(content, indent=1))
+def file_name(section: str, part: int, parts: int) -> str:
+    return f"{section}.safetensors" if parts == 1 else f"{section}-{part:05d}-of-{parts:05d}.safetensors"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the file that makes a folder of tensors a checkpoint, one line for each tensor."""
+    content = {
+        "format": FORMAT, "version": VERSION, "step": manifest.step, "parts": manifest.parts,
+        "files": msgspec.to_builtins(manifest.files), "state": manifest.state,
+    }  # fmt: skip
+    encode = msgspec.json.Encoder().encode
+    tensors = ",\n".join(
+        f' "{section}": {{\n'
+        + ",\n".join(f"  {json.dumps(name)}: {encode(entry).decode()}" for name, entry in entries.items())
+        + "\n }"
+        for section, entries in manifest.tensors.items()
+    )
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n')
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest; the files it names are checked by `verify`."""
+    """Read and check a manifest; the files that it names are checked by `verify`."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        check_regular(path)
+        with path.open("rb") as file:
+            return parse_manifest(file.read(MAX_MANIFEST_BYTES + 1), folder, str(path))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged and cannot be read: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a manifest of an ingot checkpoint")
-    if content.get("version") != VERSION:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
+    """A manifest from its text, which may be anybody's."""
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{where} is damaged: no manifest is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
+    try:
+        json_start = msgspec.json.decode(text, type=_Heading)
+    except msgspec.ValidationError:
+        raise CheckpointError(f"{where} is not a manifest of an ingot checkpoint") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where} is damaged and cannot be read: {error}") from None
+    if json_start.format != FORMAT:
+        raise CheckpointError(f"{where} is not a manifest of an ingot checkpoint")
+    if json_start.version != VERSION:
+        age = "a newer" if json_start.version > VERSION else "an older"
         raise CheckpointError(
-            f"{path} has format version {content.get('version')}, and this ingot reads version {VERSION}; install a "
-            "newer one"
+            f"{where} has format version {json_start.version}, and this ingot reads version {VERSION}; install {age} "
+            "one"
         )
     try:
-        files, step, state = content["files"], int(content["step"]), dict(content["state"])
-        for name, entry in files.items():
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("."):
-                raise CheckpointError(f"{path} names a file outside its folder: {name!r}")
-            int(entry["bytes"]), str(entry["xxh3"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{path} is damaged: it lacks the step, files or state of a manifest") from None
-    return Manifest(folder, step, files, state)
+        content = msgspec.json.decode(text, type=_Content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{where} is damaged: {error}") from None
+    for name in content.files:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
+            raise CheckpointError(f"{where} names a file outside its folder: {name!r}")
+    manifest = Manifest(folder, content.step, content.parts, content.files, content.tensors, content.state)
+    for section, entries in content.tensors.items():
+        for name, entry in entries.items():
+            if problem := _problem(manifest, section, entry):
+                raise CheckpointError(f"{where} is damaged: {section} tensor {name} {problem}")
+    return manifest
 
 
-def verify(manifest: Manifest) -> None:
-    """Check every file's presence, size and hash."""
-    for name, entry in manifest.files.items():
-        path = manifest.folder / name
-        if not path.is_file():
-            raise CheckpointError(f"checkpoint {manifest.folder} is incomplete: {name} is missing")
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path} is truncated or changed: {size} bytes, the manifest says {entry['bytes']}")
-        if file_hash(path) != entry["xxh3"]:
+def _problem(manifest: Manifest, section: str, entry: Entry) -> str | None:
+    """What is impossible about a tensor."""
+    if entry.dtype not in ITEM_BYTES:
+        return f"has an unknown type {entry.dtype!r}"
+    volume = 0
+    for part, offsets, sizes in entry.chunks:
+        if not 0 <= part < manifest.parts or file_name(section, part, manifest.parts) not in manifest.files:
+            return f"is in part {part}, which has no file"
+        if not len(offsets) == len(sizes) == len(entry.shape):
+            return "has a chunk of another number of dimensions"
+        if any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
+            return f"of shape {list(entry.shape)} has a chunk outside of it"
+        volume += math.prod(sizes)
+    if volume != math.prod(entry.shape):
+        return "is not covered by its chunks"
+    if volume * ITEM_BYTES[entry.dtype] > manifest.bytes:
+        return "is larger than all files together"
+    return None
+
+
+def verify(manifest: Manifest, names: list[str] | None = None) -> None:
+    """Check the presence, size and hash of every file, or of some."""
+    for name in manifest.files if names is None else names:
+        verify_file(manifest.folder / name, manifest.files[name])
+
+
+def verify_file(path: Path, expected: File) -> None:
+    try:
+        size = check_regular(path)
+        if size != expected.bytes:
+            raise CheckpointError(f"{path} is truncated or changed: {size} bytes, the manifest says {expected.bytes}")
+        if file_hash(path) != expected.xxh3:
             raise CheckpointError(f"{path} is corrupt: its hash differs from the manifest's")
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path.parent} is incomplete: {path.name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def check_regular(path: Path) -> int:
+    """The size of a file that is one: no link out of the folder, no pipe that never ends."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file; a checkpoint holds no links")
+    return status.st_size
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -1,18 +1,21 @@
-"""Saving and loading checkpoints of a run, and finding the newest good one."""
+"""The checkpoints of a run: finding them, reading tensors out of them, keeping some."""
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ingot.checkpoint.manifest import (
     MANIFEST,
+    MODEL,
+    Entry,
     Manifest,
+    file_name,
     read_manifest,
     remove,
     steps_in,
@@ -20,83 +23,80 @@ from ingot.checkpoint.manifest import (
     verify,
     write_manifest,
 )
+from ingot.checkpoint.plan import Tensors, plan_save
+from ingot.checkpoint.ranks import Ranks
+from ingot.checkpoint.shard import DTYPES, Shard, write_shard
 from ingot.errors import CheckpointError
 
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-RNG = "rng.safetensors"
 CHECKPOINTS = "checkpoints"
+DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
+RNG = "rng"  # names of the generators' states begin with it and the number of their process
 
 
-def save_checkpoint(run: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
-    """Write `checkpoints/STEP` under a run folder: one safetensors file per entry of `tensors`, then the manifest.
+def save_checkpoint(
+    run: Path,
+    step: int,
+    tensors: Tensors,
+    state: dict[str, Any],
+    get: Callable[[str, str], Tensor] | None = None,
+) -> Path:
+    """Write `checkpoints/STEP` under a run folder, at once and from this process alone; `tensors` are whole, and where
+    `get` is given only described: it gives their values, by kind of file and name.
 
     A failure (a full disk) leaves nothing behind and raises OSError.
     """
-    parent = run / CHECKPOINTS
-    parent.mkdir(parents=True, exist_ok=True)
-    target = parent / str(step)
-    draft = parent / f".draft-{step}-{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
+    draft = run / CHECKPOINTS / f"{DRAFT}{step}-{os.getpid()}"
     try:
-        draft.mkdir()
-        for name, content in tensors.items():
-            _write_tensors(draft / name, content)
-        write_manifest(draft, step, list(tensors), state)
-        if target.exists():
-            remove(target)
-        os.replace(draft, target)
+        draft.mkdir(parents=True)
+        files = {}
+        for section, content in tensors.items():
+            name = file_name(section, 0, 1)
+            files[name] = write_shard(draft / name, content, partial(get, section) if get is not None else None)
+        plan = plan_save(tensors, Ranks(), full=True)
+        write_manifest(draft, Manifest(draft, step, 1, files, plan.entries, state))
+        return put_in_place(draft, step)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    sync(parent)
+
+
+def put_in_place(draft: Path, step: int) -> Path:
+    """Give a complete draft its name. One of that step that was there before goes only when this one is there."""
+    target = draft.with_name(str(step))
+    old = draft.with_name(f"{OLD}{step}")
+    if target.exists():
+        os.replace(target, old)
+    os.replace(draft, target)
+    sync(target.parent)
+    if old.exists():
+        remove(old)
     return target
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path)
-    except SafetensorError as error:  # how the library reports a failed write
-        raise OSError(0, str(error)) from None
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def clear_drafts(run: Path) -> None:
     """Remove what a killed save or removal left behind."""
     for leftover in (run / CHECKPOINTS).glob(".*-*"):
-        if leftover.name.startswith((".draft-", ".remove-")):
+        replaced = leftover.with_name(leftover.name.removeprefix(OLD))
+        if leftover.name.startswith(OLD) and not replaced.exists():  # killed between the two renames of a save
+            os.replace(leftover, replaced)
+        elif leftover.name.startswith((DRAFT, REMOVE, OLD)):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def keep_newest(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; -1 keeps all."""
-    if keep >= 0:
-        for step in steps_in(run / CHECKPOINTS)[: -max(keep, 1)]:
-            remove(run / CHECKPOINTS / str(step))
+def to_remove(steps: list[int], keep: int, every: int) -> list[int]:
+    """Of the steps of some checkpoints, those that go: all but the newest `keep` (-1 for all) and every so many."""
+    older = sorted(steps)[: -max(keep, 1)] if keep >= 0 else []
+    return [step for step in older if not (every and step % every == 0)]
 
 
-def newest_good_checkpoint(run: Path) -> tuple[Manifest | None, list[str]]:
-    """The newest checkpoint of a run whose files are all intact, and what was wrong with newer ones.
-
-    None if the run has no checkpoint yet; an error if it has some and all are damaged.
-    """
-    problems: list[str] = []
-    for step in reversed(steps_in(run / CHECKPOINTS)):
-        try:
-            manifest = read_manifest(run / CHECKPOINTS / str(step))
-            verify(manifest)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return manifest, problems
-    if problems:
-        raise CheckpointError(f"{problems[0]}; no other checkpoint of this run is intact: start over with --fresh")
-    return None, problems
+def share_of(manifest: Manifest, ranks: Ranks, sections: list[str] | None = None) -> list[str]:
+    """The files that this process shall check, fetch or upload; where it has saved some itself, those."""
+    kinds = [manifest.section_files(section) for section in sections or manifest.tensors]
+    return [name for files in kinds for number, name in enumerate(files) if number % ranks.count == ranks.rank]
 
 
 def find_checkpoint(path: Path) -> Manifest:
-    """The checkpoint that a path means: itself, or the newest of a run folder. Its files are verified."""
+    """The checkpoint that a path means: itself, or the newest of a run folder. Its weights are verified."""
     if (path / MANIFEST).is_file():
         manifest = read_manifest(path)
     elif steps := steps_in(path / CHECKPOINTS):
@@ -105,34 +105,68 @@ def find_checkpoint(path: Path) -> Manifest:
         raise CheckpointError(f"no such run or checkpoint: {path}")
     else:
         raise CheckpointError(f"{path} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/STEP/{MANIFEST}")
-    verify(manifest)
+    verify(manifest, manifest.section_files(MODEL))
     return manifest
 
 
-def load_tensors(manifest: Manifest, name: str) -> dict[str, Tensor]:
-    """All tensors of one file, on the CPU."""
-    path = manifest.path(name)
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from None
+def consolidate(manifest: Manifest, out: Path, sections: list[str]) -> Path:
+    """Write a checkpoint anew, one file of each kind, whatever the number of processes that it was saved by."""
+    stored = {section: CheckpointTensors(manifest, section) for section in sections}
+    described = {
+        section: {n: torch.empty(e.shape, dtype=DTYPES[e.dtype], device="meta") for n, e in tensors.entries.items()}
+        for section, tensors in stored.items()
+    }
+    return save_checkpoint(out, manifest.step, described, manifest.state, lambda kind, name: stored[kind].get(name))
 
 
 class CheckpointTensors:
-    """The tensors of one file of a checkpoint, read one at a time."""
+    """The tensors of a checkpoint, or any part of them, however they were cut when they were saved."""
 
-    def __init__(self, manifest: Manifest, file: str = MODEL):
-        self.path = manifest.path(file)
-        try:
-            self._file = safe_open(self.path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path} cannot be read as safetensors: {error}") from None
+    def __init__(self, manifest: Manifest, section: str = MODEL):
+        self.manifest, self.section = manifest, section
+        self.entries: dict[str, Entry] = manifest.tensors.get(section, {})
+        self._shards: dict[str, Shard] = {}
 
     def names(self) -> list[str]:
-        return list(self._file.keys())
+        return list(self.entries)
 
     def get(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
+        """A whole tensor."""
+        entry = self.entries[name]
+        if len(entry.chunks) == 1:
+            return self._chunk(name, entry.chunks[0])
+        whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read(name, whole, [0] * whole.ndim)
+        return whole
+
+    def read(self, name: str, target: Tensor, offsets: Sequence[int]) -> None:
+        """Fill a tensor with the part of a stored one that begins at `offsets`."""
+        for chunk, there, here in self._overlaps(name, offsets, target.shape):
+            target[here].copy_(self._chunk(name, chunk)[there])
+
+    def files(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> set[str]:
+        """The files that `read` would read."""
+        parts = {chunk[0] for chunk, _, _ in self._overlaps(name, offsets, sizes)}
+        return {file_name(self.section, part, self.manifest.parts) for part in parts}
+
+    def _overlaps(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[Any, Any, Any]]:
+        """Chunks that have some of a box, with where in the chunk it is and where in the box it belongs."""
+        found = []
+        for chunk in self.entries[name].chunks:
+            there, here = [], []
+            for begin, size, offset, length in zip(offsets, sizes, chunk[1], chunk[2], strict=True):
+                low, high = max(begin, offset), min(begin + size, offset + length)
+                there.append(slice(low - offset, high - offset))
+                here.append(slice(low - begin, high - begin))
+            if all(place.start < place.stop for place in here):
+                found.append((chunk, tuple(there), tuple(here)))
+        return found
+
+    def _chunk(self, name: str, chunk: Any) -> Tensor:
+        file = file_name(self.section, chunk[0], self.manifest.parts)
+        if file not in self._shards:
+            self._shards[file] = Shard(self.manifest.folder / file)
+        return self._shards[file].get(name, self.entries[name].dtype, chunk[2])
 
 
 def rng_tensors() -> dict[str, Tensor]:

@@ -1,20 +1,23 @@
 """Between our checkpoints and Hugging Face folders."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ingot.checkpoint.hf import export_hf, read_hf
+from ingot.checkpoint.hf import TensorReader, export_hf, read_hf
 from ingot.checkpoint.load import open_weights
 from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, disk_error
+from ingot.model.config import ModelConfig
 from ingot.version import __version__
 
 TOKENIZER_FILE = "tokenizer.json"
+Reader = Callable[[Path], tuple[ModelConfig, TensorReader]]
 
 
 def export_run(path: Path, out: Path, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9) -> str:
@@ -24,14 +27,14 @@ def export_run(path: Path, out: Path, dtype: str | None = None, max_shard_bytes:
     return export_hf(tensors, config, out, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
-def import_hf(folder: Path, out: Path) -> dict[str, Any]:
+def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]:
     """Turn a Hugging Face folder into a run folder that holds its weights; gives the config that it wrote.
 
     Weights keep the type that they are stored in, so that exporting them again gives the same bits.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not empty; choose another folder")
-    config, tensors = read_hf(folder)
+    config, tensors = read(folder)
     values = {
         "name": out.name,
         "max_seq_len": config.context,

@@ -4,10 +4,6 @@ import json
 from typing import Annotated
 
 import typer
-import yaml
-
-from ingot.config.load import Origins, load_config, to_yaml, translate, validate
-from ingot.train.config import RunConfig
 
 config_app = typer.Typer(help="Look at configs.", no_args_is_help=True)
 
@@ -18,6 +14,8 @@ def schema() -> None:
 
     Example: ingot config schema > ingot.schema.json
     """
+    from ingot.train.config import RunConfig
+
     print(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
@@ -29,6 +27,9 @@ def show(
 
     Example: ingot config show mpt-125m model.n_layers=6
     """
+    from ingot.config.load import load_config, to_yaml
+    from ingot.train.config import RunConfig
+
     print(to_yaml(load_config(RunConfig, arguments)), end="")
 
 
@@ -43,6 +44,11 @@ def convert(
 
     Example: ingot config convert configs/pythia/1-4B.yml configs/local_setup.yml > 1-4B.yaml
     """
+    import yaml
+
+    from ingot.config.load import Origins, translate, validate
+    from ingot.train.config import RunConfig
+
     translation = translate(RunConfig, arguments, dialect)
     values = {key: translation.values[key] for key in RunConfig.model_fields if key in translation.values}
     print(yaml.safe_dump(values, sort_keys=False), end="")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from ingot.cli.checkpoint import checkpoint_app
 from ingot.cli.config import config_app
 from ingot.cli.demo import demo
 from ingot.cli.doctor import doctor
@@ -14,9 +15,12 @@ from ingot.cli.export import export
 from ingot.cli.generate import generate
 from ingot.cli.import_ import import_
 from ingot.cli.inspect import inspect
+from ingot.cli.launch import launch_app
 from ingot.cli.prepare import PrepareCommand, prepare
 from ingot.cli.recipes import recipes_app
+from ingot.cli.status import logs, status, stop
 from ingot.cli.train import train
+from ingot.config.secrets import redact
 from ingot.errors import EXIT_FAULT, IngotError
 from ingot.launch.failure import record_failure
 
@@ -38,8 +42,13 @@ app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("export")(export)
 app.command("import")(import_)
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(config_app, name="config")
+app.add_typer(launch_app, name="launch")
+app.command("status")(status)
+app.command("logs")(logs)
+app.command("stop")(stop)
 app.command("doctor")(doctor)
 app.command("demo")(demo)
 
@@ -69,13 +78,14 @@ def main() -> None:
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
-    print(message, file=sys.stderr)
+    print(redact(message), file=sys.stderr)
     error = sys.exc_info()[1]
-    if record_failure(message.removeprefix("error: "), code, getattr(error, "fits", None)):
-        traceback.print_exc()  # standard error is this process's log; the launcher prints the sentence
+    if record_failure(message.removeprefix("error: "), code, error):
+        # standard error is this process's log; the launcher prints the sentence
+        print(redact(traceback.format_exc()), file=sys.stderr)
     if debug:
         path = Path("ingot-debug.log")
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        path.write_text(redact(traceback.format_exc()), encoding="utf-8")
         print(f"the stack trace is in {path}", file=sys.stderr)
     return code
 

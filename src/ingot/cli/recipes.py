@@ -4,10 +4,6 @@ from typing import Annotated
 
 import typer
 
-from ingot.config.load import load_config
-from ingot.config.recipes import find_recipe, recipe_names
-from ingot.train.config import RunConfig
-
 recipes_app = typer.Typer(help="The recipes that ship with ingot.", invoke_without_command=True)
 
 
@@ -23,7 +19,10 @@ def show_list() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ingot.config.load import load_config
+    from ingot.config.recipes import recipe_names
     from ingot.model.gpt import parameter_count
+    from ingot.train.config import RunConfig
 
     table = Table(
         "recipe", "parameters", "layers", "width", "heads", "sequence", "batch", "peak lr", "duration", box=None
@@ -44,4 +43,6 @@ def show_list() -> None:
 @recipes_app.command("show")
 def show(name: Annotated[str, typer.Argument(help="Recipe name.")]) -> None:
     """Print a recipe, to read or to start a file of your own from."""
+    from ingot.config.recipes import find_recipe
+
     print(find_recipe(name).read_text(encoding="utf-8"), end="")

@@ -1,17 +1,16 @@
 """`ingot train`"""
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ingot.config.load import load_config
-from ingot.errors import ConfigError
-from ingot.launch.local import find_node, run_processes
-from ingot.parallel.config import choose_layout
-from ingot.parallel.place import find_place
-from ingot.train.config import RunConfig
+from ingot.errors import EXIT_CONTINUE, ConfigError
+
+if TYPE_CHECKING:
+    from ingot.train.config import RunConfig
 
 
 def train(
@@ -38,27 +37,39 @@ def train(
 
     Example: ingot train mpt-1b data=./my-copy-c4 --nproc 8 parallel.tensor=2
     """
+    from ingot.config.load import load_config
+    from ingot.launch.local import run_processes
+    from ingot.launch.node import find_node
+    from ingot.parallel.config import choose_layout
+    from ingot.parallel.place import find_place
+    from ingot.train.config import RunConfig
+    from ingot.train.heartbeat import dump_stacks_on_request
+
     config = load_config(RunConfig, arguments, dialect=dialect)
     place = find_place()
     if place.world > 1 and (nproc or world_size):
         raise ConfigError(f"a launcher has already started {place.world} processes; leave out --nproc and --world_size")
-    if place.world == 1:
+    if place.world == 1 and "RANK" not in os.environ:
         node = find_node(nproc, world_size, node_rank, master_addr, master_port, lambda: _devices(config))
         batch = config.global_train_batch_size
         choose_layout(config.parallel, node.world, config.model, config.max_seq_len, batch)
-        if node.world > 1:
+        if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]
-            logs = Path(config.run_folder) / "logs"
-            sys.exit(run_processes(command, node, logs, lambda size: _fitting(size, batch)))
+            sys.exit(run_processes(command, node, Path(config.run_folder), lambda size: _fitting(size, batch)))
     from ingot.report.run import train as run
 
+    dump_stacks_on_request()
     result = run(config, fresh)
     if place.rank == 0:
         print(f"run folder: {result.folder}")
+    if result.stopped:
+        if place.rank == 0:
+            print("the same command continues", file=sys.stderr)
+        sys.exit(EXIT_CONTINUE)
 
 
-def _devices(config: RunConfig) -> int:
+def _devices(config: "RunConfig") -> int:
     """One process per GPU; on a CPU one process uses all cores."""
     if config.device == "cpu" or not Path("/dev/nvidia1").exists():  # torch loads late if it cannot matter
         return 1

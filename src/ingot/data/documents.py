@@ -11,6 +11,7 @@ import json
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import IO, Any
 
 import msgspec
@@ -40,7 +41,7 @@ FindCut = Callable[[str, int, int], int | None]
 class Block:
     """Some documents, and which records were no documents."""
 
-    texts: list[str]
+    texts: list[bytes]  # UTF-8, which is what the fast engine takes
     records: np.ndarray | None  # record number of each text within the piece's file, or None: first_record + i
     first_record: int
     bad: list[tuple[int, str]]  # (record, what is wrong)
@@ -52,8 +53,8 @@ class Block:
 def read_file(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
     if file.format == "zip":
         yield from _read_zip(file, options, find_cut)
-    elif file.format == "parquet":
-        yield from read_parquet(file, options)
+    elif file.format == "parquet" and file.compression is None:
+        yield from read_batches(file.path, options)
     else:
         with open_file(file, options) as stream:
             yield from read_stream(stream, file.format, file.path, options, find_cut)
@@ -76,7 +77,7 @@ def read_stream(
         head = stream.peek(READ_BYTES) if hasattr(stream, "peek") else b""
         if kind == "jsonl" or starts_with_line_of_json(head):
             first = 0
-            for lines in cut_lines(stream, path, options):
+            for lines in cut_lines(stream, options):
                 block = jsonl_block(lines, first, path, options)
                 first += block.record_count
                 yield block
@@ -107,32 +108,34 @@ def _read_zip(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iter
             limit -= guarded.done
 
 
-def cut_lines(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[bytes]:
-    """A stream in blocks of whole lines, of about BLOCK_BYTES each."""
-    rest = b""
+def cut_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[bytes]:
+    """A stream in blocks of whole lines, of about BLOCK_BYTES each. Of an overlong line only so much is kept that it
+    can be seen to be one."""
+    rest = bytearray()
+    limit = options.max_document_bytes
     while data := stream.read(BLOCK_BYTES):
         end = data.rfind(b"\n") + 1
-        if end:
-            yield rest + data[:end] if rest else data[:end]
-            rest = data[end:]
-        else:
+        if end and len(rest) > limit:  # its end
+            begin = data.find(b"\n")
+            yield bytes(rest) + data[begin:end]
+            rest = bytearray(data[end:])
+        elif end:
+            yield bytes(rest) + data[:end] if rest else data[:end]
+            rest = bytearray(data[end:])
+        elif len(rest) <= limit:
             rest += data
-            if len(rest) > options.max_document_bytes + BLOCK_BYTES:
-                raise DataError(_too_long(path, options))
     if rest:
-        yield rest
+        yield bytes(rest)
 
 
-def read_to_newline(file: IO[bytes], path: str, options: ReadOptions) -> bytes:
+def read_to_newline(file: IO[bytes], limit: int) -> bytes:
+    """What is left of a line, up to a number of bytes."""
     parts: list[bytes] = []
-    size = 0
-    while line := file.readline(READ_BYTES):
+    while limit > 0 and (line := file.readline(min(limit, READ_BYTES))):
         parts.append(line)
-        size += len(line)
+        limit -= len(line)
         if line.endswith(b"\n"):
             break
-        if size > options.max_document_bytes + BLOCK_BYTES:
-            raise DataError(_too_long(path, options))
     return b"".join(parts)
 
 
@@ -165,7 +168,7 @@ def jsonl_block(data: bytes, first: int, path: str, options: ReadOptions) -> Blo
         rows = None
     # decode_lines cares little about where lines end, so an equal count is required before it is believed
     if rows is not None and len(rows) == lines:
-        texts = [row.value for row in rows]
+        texts = [row.value.encode() for row in rows]
         if len(data) <= options.max_document_bytes:
             return Block(texts, None, first, [], lines, path)
     return _jsonl_slowly(data, first, path, options)
@@ -174,7 +177,7 @@ def jsonl_block(data: bytes, first: int, path: str, options: ReadOptions) -> Blo
 def _jsonl_slowly(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
     """Line by line, to say what is wrong with each, and to take what only Python's parser takes (NaN, a BOM)."""
     decoder = _line_decoder(options.key)
-    texts: list[str] = []
+    texts: list[bytes] = []
     records: list[int] = []
     bad: list[tuple[int, str]] = []
     lines = data.split(b"\n")
@@ -184,16 +187,17 @@ def _jsonl_slowly(data: bytes, first: int, path: str, options: ReadOptions) -> B
         if not line.strip():
             continue
         if len(line) > options.max_document_bytes:
-            bad.append((first + number, f"a line of {len(line):,} bytes is over max_document_bytes"))
+            limit = f"max_document_bytes={options.max_document_bytes:,}"
+            bad.append((first + number, f"a line of more than {limit}; raise it if that is really one document"))
             continue
         try:
-            texts.append(decoder.decode(line).value)
+            texts.append(decoder.decode(line).value.encode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             value, problem = _parse_line(line, options.key)
             if problem:
                 bad.append((first + number, problem))
                 continue
-            texts.append(value)
+            texts.append(value.encode())
         records.append(first + number)
     return Block(texts, np.array(records, dtype=np.int64), first, bad, len(lines), path)
 
@@ -230,13 +234,6 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _too_long(path: str, options: ReadOptions) -> str:
-    return (
-        f"{path}: a line is longer than max_document_bytes={options.max_document_bytes:,}; "
-        "raise it if that is really one document"
-    )
-
-
 def _read_text(stream: IO[bytes], path: str, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
     """A text file is one document; a huge one comes in several blocks, cut where its tokens do not change."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -258,14 +255,14 @@ def _read_text(stream: IO[bytes], path: str, options: ReadOptions, find_cut: Fin
         if len(text) >= BLOCK_BYTES:
             cut = find_cut(text, BLOCK_BYTES // 2, len(text) - 1)
             if cut is not None:
-                yield Block([text[:cut]], None, 0, [], 0, path, ends=False)
+                yield Block([text[:cut].encode()], None, 0, [], 0, path, ends=False)
                 text = text[cut:]
             elif size > options.max_document_bytes:
                 yield Block(
                     [], None, 0, [(0, f"a document over max_document_bytes={options.max_document_bytes:,}")], 1, path
                 )
                 return
-    yield Block([text], None, 0, [], 1, path)
+    yield Block([text.encode()], None, 0, [], 1, path)
 
 
 def _read_csv(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[Block]:
@@ -355,15 +352,15 @@ class Batch:
         self._clear()
 
     def _clear(self) -> None:
-        self.texts: list[str] = []
+        self.texts: list[bytes] = []
         self.records: list[int] = []
         self.bad: list[tuple[int, str]] = []
         self.size = 0
 
     def add(self, text: str, record: int) -> None:
-        self.texts.append(text)
+        self.texts.append(text.encode())
         self.records.append(record)
-        self.size += len(text)
+        self.size += len(self.texts[-1])
         self.last = record
 
     @property
@@ -395,59 +392,57 @@ def open_parquet(path: str, key: str) -> Any:
     return table
 
 
-def read_parquet(file: SourceFile, options: ReadOptions) -> Iterator[Block]:
-    yield from read_batches(file.path, options, None, 0)
-
-
-def read_batches(path: str, options: ReadOptions, groups: range | None, first: int) -> Iterator[Block]:
+def read_batches(path: str, options: ReadOptions, groups: range | None = None, first: int = 0) -> Iterator[Block]:
+    """The texts of a parquet column, or of some row groups of it; `first` is the number of their first row."""
     import pyarrow as pa
 
     table = open_parquet(path, options.key)
+    wanted = groups if groups is not None else range(table.num_row_groups)
+    size = sum(column_bytes(table, group, options.key) for group in wanted)
+    rows = sum(table.metadata.row_group(group).num_rows for group in wanted)
+    at_once = max(1, min(1 << 16, BLOCK_BYTES * rows // max(size, 1)))
     try:
-        rows = 4096
-        wanted = list(groups) if groups is not None else None
-        for batch in table.iter_batches(batch_size=rows, row_groups=wanted, columns=[options.key], use_threads=False):
+        for batch in table.iter_batches(at_once, row_groups=list(wanted), columns=[options.key], use_threads=False):
             column = batch.column(0)
-            try:
-                texts = column.to_pylist()
-                bad: list[tuple[int, str]] = []
-                records = None
-            except UnicodeDecodeError:
-                texts, bad = _decode_rows(column, first)
-            if None in texts:
-                bad += [
-                    (first + i, "null, not text")
-                    for i, t in enumerate(texts)
-                    if t is None and (first + i) not in dict(bad)
-                ]
-            if bad:
-                records = np.array([first + i for i, t in enumerate(texts) if t is not None], dtype=np.int64)
-                texts = [t for t in texts if t is not None]
-            yield Block(texts, records, first, sorted(bad), len(column), path)
+            yield _column_block(column, first, path)
             first += len(column)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: damaged after row {first:,}: {error}") from None
 
 
-def column_bytes(table: Any, group: int, column: int) -> int:
-    # schema_arrow lists top-level fields; nested ones shift the physical columns, so look the name up there
-    name = table.schema_arrow.names[column]
+def _column_block(column: Any, first: int, path: str) -> Block:
+    """Texts straight out of Arrow's memory: as Python strings they would be copied and encoded once more."""
+    import pyarrow as pa
+
+    whole = column.cast(pa.large_string())
+    _, offsets, data = whole.buffers()
+    ends = np.frombuffer(offsets, np.int64, len(whole) + 1, 8 * whole.offset)
+    text = memoryview(data)[ends[0] : ends[-1]].tobytes() if data is not None else b""
+    cuts = (ends - ends[0]).tolist()
+    texts = [text[a:b] for a, b in pairwise(cuts)]
+    bad: list[tuple[int, str]] = []
+    try:
+        whole.validate(full=True)
+    except pa.ArrowInvalid:
+        for row, value in enumerate(texts):
+            try:
+                value.decode()
+            except UnicodeDecodeError as error:
+                bad.append((row, f"invalid UTF-8 at byte {error.start + 1}"))
+    if whole.null_count:
+        bad += [(row, "null, not text") for row in np.flatnonzero(whole.is_null().to_numpy(False)).tolist()]
+    if not bad:
+        return Block(texts, None, first, [], len(whole), path)
+    wrong = dict(bad)
+    records = np.array([first + row for row in range(len(texts)) if row not in wrong], dtype=np.int64)
+    texts = [value for row, value in enumerate(texts) if row not in wrong]
+    return Block(texts, records, first, [(first + row, why) for row, why in sorted(bad)], len(whole), path)
+
+
+def column_bytes(table: Any, group: int, name: str) -> int:
+    """Bytes of a column in a row group. Nested columns come first or last, so it is looked up by name."""
     row_group = table.metadata.row_group(group)
     for index in range(row_group.num_columns):
         if row_group.column(index).path_in_schema == name:
             return int(row_group.column(index).total_uncompressed_size)
     return int(row_group.total_byte_size)
-
-
-def _decode_rows(column: Any, first: int) -> tuple[list[str | None], list[tuple[int, str]]]:
-    import pyarrow as pa
-
-    texts: list[str | None] = []
-    bad: list[tuple[int, str]] = []
-    for index, value in enumerate(column.cast(pa.large_binary()).to_pylist()):
-        try:
-            texts.append(None if value is None else value.decode())
-        except UnicodeDecodeError as error:
-            texts.append(None)
-            bad.append((first + index, f"invalid UTF-8 at byte {error.start + 1}"))
-    return texts, bad

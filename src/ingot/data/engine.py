@@ -10,11 +10,12 @@ import functools
 import random
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ingot.data.tokenizer import Tokenizer
+from ingot.data.tokenizer import Tokenizer, parse_tokenizer
 from ingot.errors import DataError
 
 _TABLE_END = 0x20000  # code points above are rare; of them only the old ideographs are left to the fast engine
@@ -24,56 +25,87 @@ _CHUNK_CHARS = 1 << 22  # longer documents are encoded in chunks, to bound memor
 _EXACT_CHARS = 1 << 20  # what Hugging Face is given at once
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What an engine must know of a tokenizer, as plain values."""
+
+    json: str
+    normalizes: bool
+    cuts_are_safe: bool  # a long text may be cut between words
+    prefix: list[int]  # what the tokenizer itself puts before each document, such as Llama's `<s>`
+    suffix: list[int]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "Rules":
+        normalizes = tokenizer.backend.normalizer is not None
+        return Rules(tokenizer.json, normalizes, tokenizer.is_byte_level, *_document_frame(tokenizer))
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Texts that tell engines apart, and the ids that Hugging Face gives each."""
+
+    texts: list[str]
+    ids: list[list[int]]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "Probes":
+        texts = hostile_texts(tokenizer, count=1000, seed=0)
+        return Probes(texts, [e.ids for e in tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)])
+
+
 class Engine:
     """Encodes documents. `reason` says why it is this one."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str, reason: str = ""):
-        self.tokenizer, self.name, self.reason = tokenizer, name, reason
-        self._fast: Any = _load_gigatoken(tokenizer) if name == "gigatoken" else None
-        self._known = _agreed_characters(tokenizer.backend.normalizer is not None) if self._fast else None
-        self._cuts_are_safe = tokenizer.is_byte_level
-        self.prefix, self.suffix = _document_frame(tokenizer)
+    def __init__(self, rules: Rules, name: str, reason: str = ""):
+        self.rules, self.name, self.reason = rules, name, reason
+        self._fast: Any = _load_gigatoken(rules.json) if name == "gigatoken" else None
+        self._known = _agreed_characters(rules.normalizes) if self._fast else None
 
-    def encode(self, texts: list[str], encoded: list[bytes] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of some documents back to back, uint32 [tokens], and the number of each, int64 [documents].
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Hugging Face's, which many inputs never need beside the fast one."""
+        return parse_tokenizer(self.rules.json)
 
-        encoded: the same texts as UTF-8, where the caller has them. The frame (`prefix`, `suffix`) that the tokenizer
-        puts around a document is left to the caller.
+    def encode(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of some documents (UTF-8) back to back, uint32 [tokens], and the number of each, int64 [documents].
+
+        The frame (`rules.prefix`, `rules.suffix`) that belongs around a document is left to the caller.
         """
         if any(len(text) > _CHUNK_CHARS for text in texts):
             return self._encode_long(texts)
-        return self._encode_batch(texts, encoded)
+        return self._encode_batch(texts)
 
-    def _encode_batch(self, texts: list[str], encoded: list[bytes] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_batch(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         if self._fast is None:
             return self._encode_exactly(texts)
-        encoded = [text.encode() for text in texts] if encoded is None else encoded
-        foreign = self._foreign(encoded)
+        foreign = self._foreign(texts)
         if not foreign:
-            return self._encode_fast(encoded)
-        ids, lengths = self._encode_fast([e for i, e in enumerate(encoded) if i not in foreign])
+            return self._encode_fast(texts)
+        ids, lengths = self._encode_fast([text for i, text in enumerate(texts) if i not in foreign])
         exact_ids, exact_lengths = self._encode_exactly([texts[i] for i in sorted(foreign)])
         return _interleave(ids, lengths, exact_ids, exact_lengths, sorted(foreign), len(texts))
 
-    def _encode_fast(self, encoded: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        if not encoded:
+    def _encode_fast(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        if not texts:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64)
-        layout = self._fast.encode_batch(encoded, parallel=False).layout
+        layout = self._fast.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets)
         return np.asarray(layout.content.data)[offsets[0] : offsets[-1]], np.diff(offsets)
 
-    def _encode_exactly(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_exactly(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[np.ndarray] = []
-        for batch in _batches(texts):  # what Hugging Face returns takes some 150 bytes per token
+        # in batches, since what Hugging Face returns takes some 150 bytes per token
+        for batch in _batches([text.decode() for text in texts]):
             encodings = self.tokenizer.backend.encode_batch_fast(batch, add_special_tokens=False)
             ids += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
         lengths = np.array([len(i) for i in ids], dtype=np.int64)
         return np.concatenate(ids) if ids else np.zeros(0, np.uint32), lengths
 
-    def _encode_long(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_long(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = [], []
         for text in texts:
-            parts = [self._encode_batch([chunk])[0] for chunk in self._chunks(text)]
+            parts = [self._encode_batch([chunk.encode()])[0] for chunk in self._chunks(text.decode())]
             ids += parts
             lengths.append(sum(len(p) for p in parts))
         return np.concatenate(ids), np.array(lengths, dtype=np.int64)
@@ -81,7 +113,7 @@ class Engine:
     def _chunks(self, text: str) -> Iterator[str]:
         """Cut a long text where its ids are the same as if it had not been cut."""
         start = 0
-        while self._cuts_are_safe and len(text) - start > _CHUNK_CHARS:
+        while self.rules.cuts_are_safe and len(text) - start > _CHUNK_CHARS:
             cut = self.find_cut(text, start + _CHUNK_CHARS // 2, start + _CHUNK_CHARS)
             if cut is None:
                 break
@@ -94,7 +126,7 @@ class Engine:
 
         Every byte-level pre-tokenizer in use splits there; the neighbourhood is encoded both ways to be sure.
         """
-        if not self._cuts_are_safe:
+        if not self.rules.cuts_are_safe:
             return None
         encode = self.tokenizer.encode
         at = high
@@ -108,14 +140,14 @@ class Engine:
                     return at
         return None
 
-    def _foreign(self, encoded: list[bytes]) -> set[int]:
+    def _foreign(self, texts: list[bytes]) -> set[int]:
         """Which documents hold a character on which the engines may not agree."""
-        if not self._has_foreign(b"".join(encoded)):
+        if not self._has_foreign(b"".join(texts)):
             return set()
-        return {i for i, text in enumerate(encoded) if self._has_foreign(text)}
+        return {i for i, text in enumerate(texts) if self._has_foreign(text)}
 
-    def _has_foreign(self, encoded: bytes) -> bool:
-        rest = encoded.translate(None, _ASCII)  # what is left is still valid UTF-8, and mostly little
+    def _has_foreign(self, text: bytes) -> bool:
+        rest = text.translate(None, _ASCII)  # what is left is still valid UTF-8, and mostly little
         if not rest:
             return False
         points = np.frombuffer(rest.decode().encode("utf-32-le"), dtype=np.uint32)  # [characters]
@@ -127,33 +159,39 @@ class Engine:
 
 def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
     """The fastest engine that gives Hugging Face's ids, or the one asked for (`gigatoken`, `hf`)."""
+    return pick_engine(Rules.of(tokenizer), Probes.of(tokenizer), wanted)
+
+
+def pick_engine(rules: Rules, probes: Probes, wanted: str) -> Engine:
+    """The same in a process that has no need of Hugging Face's tokenizer yet."""
     if wanted == "hf":
-        return Engine(tokenizer, "hf", "asked for")
+        return Engine(rules, "hf", "asked for")
     if wanted not in ("auto", "gigatoken"):
         raise DataError(f"engine={wanted}: known are auto, gigatoken and hf")
-    fast, reason = _try_fast(tokenizer)
+    fast, reason = _try_fast(rules, probes)
     if fast:
         return fast
     if wanted == "gigatoken":
         raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
-    return Engine(tokenizer, "hf", reason)
+    return Engine(rules, "hf", reason)
 
 
-def _try_fast(tokenizer: Tokenizer) -> tuple[Engine | None, str]:
+def _try_fast(rules: Rules, probes: Probes) -> tuple[Engine | None, str]:
     """The fast engine, if it can be trusted with this tokenizer, or why not."""
     try:
-        engine = Engine(tokenizer, "gigatoken", "same ids as Hugging Face on all probes")
+        engine = Engine(rules, "gigatoken", "same ids as Hugging Face on all probes")
     except ImportError:
         return None, "gigatoken is not installed: pip install gigatoken"
     except Exception as error:  # a tokenizer that it does not support
         return None, f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
-    probes = hostile_texts(tokenizer, count=1000, seed=0)
-    ids, lengths = engine.encode(probes)
-    exact_ids, exact_lengths = engine._encode_exactly(probes)
-    if np.array_equal(lengths, exact_lengths) and np.array_equal(ids, exact_ids):
-        return engine, ""
-    wrong = next(text for text in probes if tokenizer.encode(text) != engine.encode([text])[0].tolist())
-    return None, f"gigatoken gives other ids than Hugging Face, for example for {wrong[:40]!r}"
+    # Documents with characters that the fast engine is never given are no probes of it.
+    known = [i for i, text in enumerate(probes.texts) if not engine._has_foreign(text.encode())]
+    ids, lengths = engine._encode_fast([probes.texts[i].encode() for i in known])
+    found = np.split(ids, np.cumsum(lengths)[:-1])
+    wrong = [probes.texts[i] for i, got in zip(known, found, strict=True) if got.tolist() != probes.ids[i]]
+    if wrong:
+        return None, f"gigatoken gives other ids than Hugging Face, for example for {wrong[0][:40]!r}"
+    return engine, ""
 
 
 def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
@@ -180,10 +218,10 @@ def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
     return ["".join(rng.choice(makers)() for _ in range(rng.choice((1, 2, 3, 5, 10, 30)))) for _ in range(count)]
 
 
-def _load_gigatoken(tokenizer: Tokenizer) -> Any:
+def _load_gigatoken(text: str) -> Any:
     import gigatoken
 
-    return gigatoken.Tokenizer.from_json(tokenizer.json)
+    return gigatoken.Tokenizer.from_json(text)
 
 
 def _batches(texts: list[str]) -> Iterator[list[str]]:
@@ -216,11 +254,11 @@ def _agreed_characters(normalizes: bool) -> np.ndarray:
     for point in range(_TABLE_END):
         char = chr(point)
         known[point] = unicodedata.category(char) not in ("Cn", "Cs")
-        if not normalizes or (old.category(char) != "Cn" and old.combining(char) == unicodedata.combining(char)):
+        if not normalizes:
             continue
-        decomposition = unicodedata.decomposition(char)
-        canonical = bool(decomposition) and not decomposition.startswith("<")
-        if unicodedata.combining(char) or canonical:
+        decomposition, combining = unicodedata.decomposition(char), unicodedata.combining(char)
+        canonical = bool(decomposition) and decomposition[0] != "<"
+        if (combining or canonical) and (old.category(char) == "Cn" or old.combining(char) != combining):
             known[point] = False
             composed |= {int(p, 16) for p in decomposition.split()} if canonical else set()
     for point in composed:

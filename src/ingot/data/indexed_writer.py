@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ingot.data.files import begin_to_store
 from ingot.errors import DataError, disk_error
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -65,12 +66,13 @@ def copy_into(target: Path, offset: int, source: Path) -> None:
         out = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             with source.open("rb") as file:
-                left = os.fstat(file.fileno()).st_size
+                size = left = os.fstat(file.fileno()).st_size
                 while left:
                     done = os.copy_file_range(file.fileno(), out, left, None, offset)
                     if not done:
                         raise DataError(f"{source}: became shorter while it was read")
                     offset, left = offset + done, left - done
+                begin_to_store(out, offset - size, size)
         finally:
             os.close(out)
     except OSError as error:

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from ingot.data.files import whole_file, write_whole
+from ingot.data.files import begin_to_store, whole_file, write_whole
 
 SIZE_LIMIT = 1 << 26  # bytes of one raw shard, Streaming's default
 HASH = "xxh3_64"
@@ -118,6 +118,8 @@ def write_shard_in_chunks(
             data = packer.compress(chunk) if packer else chunk
             zip_hash.update(data)
             written += file.write(data)
+            file.flush()
+            begin_to_store(file.fileno(), written - len(data), len(data))
         if packer:
             data = packer.flush()
             zip_hash.update(data)

@@ -7,11 +7,12 @@ soon as they are there. So a shard depends on the input alone, not on pieces or 
 
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from ingot.data import mds_writer as mds
-from ingot.data.prepare_worker import Job, part_paths
+from ingot.data.input_files import ReadOptions
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,10 @@ class Plan:
     """What the output shall be. Two runs with the same plan and input give the same bytes."""
 
     format: str
+    is_text: bool  # kept as text
     dtype: str
-    before: list[int]
-    after: list[int]
+    before: list[int]  # tokens put before each document
+    after: list[int]  # tokens put after each document
     concat_tokens: int
     no_wrap: bool
     drop_last: bool
@@ -29,7 +31,12 @@ class Plan:
     compression: str | None
     size_limit: int
     skip_bad: bool
-    engine: str
+    options: ReadOptions
+
+
+def part_paths(folder: Path, number: int) -> tuple[Path, Path]:
+    """The files of a part: its data, and the lengths of its documents."""
+    return folder / "parts" / f"{number:08}.data", folder / "parts" / f"{number:08}.lengths"
 
 
 @dataclass
@@ -45,8 +52,8 @@ class Packer:
     needs_lengths = True
     """Whether the lengths of documents are needed again, after a crash or at the end."""
 
-    def __init__(self, plan: Plan, job: Job):
-        self.plan, self.job = plan, job
+    def __init__(self, plan: Plan, folder: Path):
+        self.plan, self.folder = plan, folder
         self.spans: deque[tuple[int, int, int]] = deque()  # (part, its first unit in the stream, its end)
         self.end = 0  # units so far
         self.next_shard = 0
@@ -102,8 +109,8 @@ class _WrappedPacker(Packer):
 
     needs_lengths = False
 
-    def __init__(self, plan: Plan, job: Job):
-        super().__init__(plan, job)
+    def __init__(self, plan: Plan, folder: Path):
+        super().__init__(plan, folder)
         self.per_shard = samples_per_shard(plan)
         self.start = 0
 
@@ -143,8 +150,8 @@ class _WrappedPacker(Packer):
 class _DocumentPacker(Packer):
     """Samples that begin with a document; what does not fill its sample is left out, as LLM Foundry's no_wrap does."""
 
-    def __init__(self, plan: Plan, job: Job):
-        super().__init__(plan, job)
+    def __init__(self, plan: Plan, folder: Path):
+        super().__init__(plan, folder)
         self.per_shard = samples_per_shard(plan)
         self.starts: list[int] = []
         self.sample_start = 0
@@ -155,7 +162,7 @@ class _DocumentPacker(Packer):
     def add(self, part: int, units: int) -> list[Shard]:
         base = self.end
         self._append(part, units)
-        ends = np.cumsum(np.fromfile(part_paths(self.job, part)[1], dtype="<i4"), dtype=np.int64) + base
+        ends = np.cumsum(np.fromfile(part_paths(self.folder, part)[1], dtype="<i4"), dtype=np.int64) + base
         while True:
             document = int(np.searchsorted(ends, self.sample_start + self.plan.concat_tokens))
             if document == len(ends):
@@ -191,8 +198,8 @@ class _DocumentPacker(Packer):
 class _TextPacker(Packer):
     """Documents as they are, as many in a shard as Streaming would put there."""
 
-    def __init__(self, plan: Plan, job: Job):
-        super().__init__(plan, job)
+    def __init__(self, plan: Plan, folder: Path):
+        super().__init__(plan, folder)
         self.sizes: list[int] = []
         self.start = 0
         self.base = mds.header_bytes(mds.shard_config(mds.text_column(), plan.compression, plan.size_limit))
@@ -204,7 +211,7 @@ class _TextPacker(Packer):
     def add(self, part: int, units: int) -> list[Shard]:
         self._append(part, units)
         planned = []
-        for size in np.fromfile(part_paths(self.job, part)[1], dtype="<i4").tolist():
+        for size in np.fromfile(part_paths(self.folder, part)[1], dtype="<i4").tolist():
             if self.plan.max_samples is not None and self.samples + len(self.sizes) >= self.plan.max_samples:
                 break
             if size == 0:
@@ -249,12 +256,12 @@ class _IndexedPacker(Packer):
         return []
 
 
-def make_packer(plan: Plan, job: Job) -> Packer:
+def make_packer(plan: Plan, folder: Path) -> Packer:
     if plan.format == "indexed":
-        return _IndexedPacker(plan, job)
-    if job.tokenizer is None:
-        return _TextPacker(plan, job)
-    return _DocumentPacker(plan, job) if plan.no_wrap else _WrappedPacker(plan, job)
+        return _IndexedPacker(plan, folder)
+    if plan.is_text:
+        return _TextPacker(plan, folder)
+    return _DocumentPacker(plan, folder) if plan.no_wrap else _WrappedPacker(plan, folder)
 
 
 def samples_per_shard(plan: Plan) -> int:

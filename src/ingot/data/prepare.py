@@ -11,24 +11,22 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ingot.data import indexed_writer as indexed
-from ingot.data.engine import choose_engine
 from ingot.data.input_files import ReadOptions, find_files
-from ingot.data.mds_writer import SIZE_LIMIT
-from ingot.data.packing import Plan
+from ingot.data.prepare_pool import Pool
 from ingot.data.prepare_progress import Reporter
-from ingot.data.prepare_run import Preparation, SplitReport, Target
-from ingot.data.sources import PIECE_BYTES, plan_pieces, read_piece
-from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
+
+if TYPE_CHECKING:  # what takes a tenth of a second to import is imported while the workers start
+    from ingot.data.prepare_run import SplitReport
+    from ingot.data.tokenizer import Tokenizer
 
 # LLM Foundry's truncated splits: how many samples each holds.
 SPLIT_SAMPLES = {"train_small": 100_000, "val_small": 10_000, "val_xsmall": 3_000, "val_xxsmall": 100}
+_SMALL_INPUT = 8 << 20  # bytes that one process is done with before others have started
 _WORKER_BYTES = 240 << 20  # what one worker needs, and about what this process does
 
 
@@ -36,7 +34,7 @@ _WORKER_BYTES = 240 << 20  # what one worker needs, and about what this process 
 class PrepareReport:
     """What `prepare` did."""
 
-    splits: dict[str, SplitReport]
+    splits: dict[str, "SplitReport"]
     seconds: float
     engine: str
     train_command: str
@@ -62,7 +60,7 @@ def prepare(
     input: str | Path | Sequence[str | Path],
     out_root: str | Path,
     *,
-    tokenizer: str | Path | Tokenizer | None,
+    tokenizer: "str | Path | Tokenizer | None",
     split: str = "train",
     concat_tokens: int = 2048,
     eos_text: str | None = None,
@@ -72,7 +70,7 @@ def prepare(
     max_samples: int | None = None,
     format: str = "mds",
     compression: str | None = None,
-    size_limit: int = SIZE_LIMIT,
+    size_limit: int = 1 << 26,
     token_type: str = "auto",
     json_keys: str | Sequence[str] = "text",
     output_prefix: str | None = None,
@@ -109,21 +107,19 @@ def prepare(
         raise DataError("several json_keys need format=indexed: an MDS data set here has one column")
     inputs = [input] if isinstance(input, str | Path) else list(input)
     files = find_files(inputs)
-    tok = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else load_tokenizer(tokenizer)
     reporter = Reporter(show)
-    engine_name = "none: text is kept as text"
-    if tok:
-        chosen = choose_engine(tok, engine)
-        engine_name = chosen.name
-        reporter.say(f"engine: {chosen.name} ({chosen.reason})")
-        del chosen  # the workers load their own
     workers = _worker_count(num_workers, memory, sum(f.size for f in files), reporter)
-    report = SplitReport("")
-    for key in keys:
-        options = ReadOptions(key, max_document_bytes, max_expansion)
-        target = Target.choose(Path(out_root), split, format, output_prefix, key)
+    pool = Pool(workers, tokenizes=tokenizer is not None) if workers else None
+    try:
+        from ingot.data.engine import choose_engine
+        from ingot.data.packing import Plan
+        from ingot.data.prepare_run import Preparation, Target
+        from ingot.data.tokenizer import Tokenizer, load_tokenizer
+
+        tok = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else load_tokenizer(tokenizer)
         plan = Plan(
             format=format,
+            is_text=tok is None,
             dtype=_token_dtype(tok, format, token_type),
             before=tok.encode(bos_text) if tok else [],
             after=_eos_ids(tok, eos_text) if tok else [],
@@ -134,13 +130,27 @@ def prepare(
             compression=compression,
             size_limit=size_limit,
             skip_bad=on_error == "skip",
-            engine=engine_name,
+            options=ReadOptions("", max_document_bytes, max_expansion),
         )
-        if reprocess:
-            target.remove()
-        report = Preparation(target, plan, files, tok, options, workers, reporter).run()
-    command = _train_command(Path(out_root), split)
-    return PrepareReport({split: report}, time.monotonic() - started, engine_name, command)
+        chosen = None
+        name, reason = "none", "text is kept as text"
+        if tok and pool:
+            name, reason = pool.load(tok, engine)
+        elif tok:
+            chosen = choose_engine(tok, engine)
+            name, reason = chosen.name, chosen.reason
+        if tok:
+            reporter.say(f"engine: {name} ({reason})")
+        for key in keys:
+            target = Target.choose(Path(out_root), split, format, output_prefix, key)
+            if reprocess:
+                target.remove()
+            this = replace(plan, options=replace(plan.options, key=key))
+            report = Preparation(target, this, files, tok, pool or chosen, reporter).run()
+    finally:
+        if pool:
+            pool.close()
+    return PrepareReport({split: report}, time.monotonic() - started, name, _train_command(Path(out_root), split))
 
 
 def _check_choices(
@@ -163,7 +173,11 @@ def _check_choices(
         raise DataError("no_wrap: the indexed format keeps whole documents, nothing is wrapped")
 
 
-def _token_dtype(tokenizer: Tokenizer | None, format: str, token_type: str) -> str:
+def _token_dtype(tokenizer: "Tokenizer | None", format: str, token_type: str) -> str:
+    import numpy as np
+
+    from ingot.data import indexed_writer as indexed
+
     if tokenizer is None:
         return "uint8"
     if token_type == "auto":
@@ -178,7 +192,7 @@ def _token_dtype(tokenizer: Tokenizer | None, format: str, token_type: str) -> s
     return token_type
 
 
-def _eos_ids(tokenizer: Tokenizer, eos_text: str | None) -> list[int]:
+def _eos_ids(tokenizer: "Tokenizer", eos_text: str | None) -> list[int]:
     if eos_text is not None:
         return tokenizer.encode(eos_text)
     if tokenizer.eos_id is None:
@@ -194,7 +208,7 @@ def _worker_count(wanted: int | None, memory: int, input_bytes: int, reporter: R
         raise DataError(f"num_workers={wanted}: must be 0 (this process) or more")
     if wanted is not None:
         return wanted
-    if input_bytes <= PIECE_BYTES:
+    if input_bytes <= _SMALL_INPUT:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fitting = max(1, memory // _WORKER_BYTES - 1)
@@ -214,9 +228,11 @@ def _train_command(out_root: Path, split: str) -> str:
 
 def read_texts(inputs: Sequence[str | Path], key: str = "text") -> Iterator[str]:
     """The documents of some files, one by one, for those who want the text (such as tokenizer training)."""
+    from ingot.data.sources import plan_pieces, read_piece
+
     options = ReadOptions(key)
     for piece, handed in plan_pieces(find_files(inputs), True, options):
         for block in read_piece(piece, handed, options, lambda text, low, high: None):
             for record, problem in block.bad:
                 raise DataError(f"{block.path}:{record + 1}: {problem}")
-            yield from block.texts
+            yield from (text.decode() for text in block.texts)

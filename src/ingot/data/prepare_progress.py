@@ -4,10 +4,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _QUIET_SECONDS = 2.0
 _LINE_SECONDS = 10.0
@@ -85,6 +85,9 @@ class Reporter:
 
     def _draw(self, now: float) -> None:
         if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
             columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=self.total)

@@ -24,11 +24,13 @@ import xxhash
 
 from ingot.data import indexed_writer as indexed
 from ingot.data import mds_writer as mds
+from ingot.data.engine import Engine
 from ingot.data.files import file_hash, write_json
-from ingot.data.input_files import ReadOptions, SourceFile
-from ingot.data.packing import Plan, Shard, make_packer
+from ingot.data.input_files import SourceFile
+from ingot.data.packing import Plan, Shard, make_packer, part_paths
+from ingot.data.prepare_pool import Pool
 from ingot.data.prepare_progress import Reporter
-from ingot.data.prepare_worker import BUCKETS, LONGEST, Job, Worker, WorkerProcess, part_paths, piece_to_json
+from ingot.data.prepare_worker import BUCKETS, LONGEST, Worker
 from ingot.data.sources import Piece, plan_pieces
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, disk_error
@@ -102,12 +104,13 @@ class Preparation:
         plan: Plan,
         files: list[SourceFile],
         tokenizer: Tokenizer | None,
-        options: ReadOptions,
-        workers: int,
+        workers: Pool | Engine | None,
         reporter: Reporter,
     ):
+        """workers: the processes that do the work; else it is done in this one, with this engine."""
         self.target, self.plan, self.files, self.tokenizer = target, plan, files, tokenizer
-        self.options, self.workers, self.reporter = options, workers, reporter
+        self.workers, self.reporter = workers, reporter
+        self.work, self.packer = target.work, make_packer(plan, target.work)
         self.signature = self._signature()
         self.pieces: dict[int, dict[str, Any]] = {}  # finished pieces and what was in them
         self.shards: dict[int, dict[str, Any]] = {}  # finished shards and their index entries
@@ -141,15 +144,14 @@ class Preparation:
             raise disk_error("write to", self.target.work, error) from None
 
     def _run_locked(self) -> SplitReport:
-        job = self._start_or_resume()
-        self.packer = make_packer(self.plan, job)
+        self._start_or_resume()
         self.reporter.start(sum(f.size for f in self.files), resumed=len(self.pieces))
         try:
-            self._work(job)
+            self._work()
         finally:
             self.reporter.stop()
-        report = self._assemble(job)
-        shutil.rmtree(self.target.work, ignore_errors=True)
+        report = self._assemble()
+        shutil.rmtree(self.work, ignore_errors=True)
         return report
 
     # ---- before ----
@@ -158,12 +160,10 @@ class Preparation:
         """A name for this output: the same command on the same input."""
         content: dict[str, Any] = {
             "plan": asdict(self.plan),
-            "options": asdict(self.options),
             "files": [[f.path, f.size] for f in self.files],
             "tokenizer": self.tokenizer.fingerprint() if self.tokenizer else None,
-            "format": 1,
+            "format": 2,
         }
-        del content["plan"]["engine"]  # the ids are the same
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def _already_finished(self) -> SplitReport | None:
@@ -192,12 +192,13 @@ class Preparation:
                 f"{folder}: the data set there was made with another tokenizer; use that one, or choose another output"
             )
 
-    def _start_or_resume(self) -> Job:
-        work = self.target.work
+    def _start_or_resume(self) -> None:
+        work = self.work
         state = work / "state.json"
         inputs = [[f.path, f.size, f.mtime_ns] for f in self.files]
         streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
-        fresh = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * self.workers}
+        count = len(self.workers.workers) if isinstance(self.workers, Pool) else 0
+        fresh = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * count}
         old = _read_json(state)
         if old and all(old.get(k) == fresh[k] for k in ("signature", "inputs")):
             self.whole_files = bool(old["whole_files"])
@@ -209,28 +210,11 @@ class Preparation:
             write_json(state, fresh)
         for name in ("parts", "shards"):
             (work / name).mkdir(exist_ok=True)
-        if self.tokenizer:
-            self.tokenizer.save(work / "tokenizer")
-        job = Job(
-            folder=str(work),
-            tokenizer=str(work / "tokenizer") if self.tokenizer else None,
-            engine=self.plan.engine,
-            dtype=self.plan.dtype,
-            before=self.plan.before,
-            after=self.plan.after,
-            format=self.plan.format,
-            concat_tokens=self.plan.concat_tokens,
-            compression=self.plan.compression,
-            size_limit=self.plan.size_limit,
-            skip_bad=self.plan.skip_bad,
-            options=self.options,
-        )
-        self._read_journal(job)
+        self._read_journal()
         self.journal = (work / "journal.jsonl").open("a", encoding="utf-8")
-        return job
 
-    def _read_journal(self, job: Job) -> None:
-        path = self.target.work / "journal.jsonl"
+    def _read_journal(self) -> None:
+        path = self.work / "journal.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) < len(lines):  # killed while it wrote the last one
@@ -240,23 +224,21 @@ class Preparation:
             kind, number = entry["task"], entry["number"]
             (self.pieces if kind == "tokenize" else self.shards)[number] = entry["done"]
         for number, done in list(self.pieces.items()):
-            data, lengths = part_paths(job, number)
+            data, lengths = part_paths(self.work, number)
             # A part that is gone has served its shards; one that is damaged (a power cut) must be made again.
             if data.exists() and (not lengths.exists() or file_hash(data, xxhash.xxh3_64) != done["hash"]):
                 del self.pieces[number]
 
     # ---- the work ----
 
-    def _work(self, job: Job) -> None:
+    def _work(self) -> None:
         tasks: Tasks = queue.Queue(maxsize=2)
         stop = threading.Event()
         reader = threading.Thread(target=self._read_pieces, args=(tasks, stop), daemon=True)
         reader.start()
-        if self.workers == 0:
-            self._drive(Worker(job).run, tasks)
-        else:
-            processes = [WorkerProcess(job) for _ in range(self.workers)]
-            threads = [threading.Thread(target=self._drive, args=(p.run, tasks), daemon=True) for p in processes]
+        if isinstance(self.workers, Pool):
+            runs = [worker.start(self.plan, self.work) for worker in self.workers.workers]
+            threads = [threading.Thread(target=self._drive, args=(run, tasks), daemon=True) for run in runs]
             try:
                 for thread in threads:
                     thread.start()
@@ -268,8 +250,8 @@ class Preparation:
                 with self.lock:
                     self.stopped = True
                     self.lock.notify_all()
-                for process in processes:
-                    process.end()
+        else:
+            self._drive(Worker(self.plan, self.work, self.workers).run, tasks)
         stop.set()
         while reader.is_alive():
             try:
@@ -283,7 +265,7 @@ class Preparation:
         """A thread: the pieces that are not done yet, a few ahead of use."""
         try:
             number = 0
-            for number, (piece, handed) in enumerate(plan_pieces(self.files, self.whole_files, self.options), 1):
+            for number, (piece, handed) in enumerate(plan_pieces(self.files, self.whole_files, self.plan.options), 1):
                 if stop.is_set():
                     return
                 if number - 1 in self.pieces:
@@ -322,7 +304,7 @@ class Preparation:
                                 self.lock.wait(0.02)
                         continue
                     number, piece, handed = item
-                    task = {"task": "tokenize", "number": number, "piece": piece_to_json(piece)}, handed
+                    task = {"task": "tokenize", "number": number, "piece": asdict(piece)}, handed
                     piece_size = piece.size
                     del item, handed
                 head, blob = task
@@ -400,24 +382,24 @@ class Preparation:
         for part in self.shard_parts.pop(shard):
             self.waiting_parts[part] -= 1
             if self.waiting_parts[part] == 0 and part < self.packer.open_part:
-                data, lengths = part_paths(self.packer.job, part)
+                data, lengths = part_paths(self.work, part)
                 data.unlink(missing_ok=True)
                 if not self.packer.needs_lengths:
                     lengths.unlink(missing_ok=True)
 
     # ---- after ----
 
-    def _assemble(self, job: Job) -> SplitReport:
+    def _assemble(self) -> SplitReport:
         """Index and meta data, then the final name."""
         self.journal.close()
-        target, work = self.target, self.target.work
+        target = self.target
         report = self._summary()
         if not report.tokens and not report.bytes:
             raise DataError(f"no text in {len(self.files)} input files, the first being {self.files[0].path}")
         entries = [self.shards[k] for k in sorted(self.shards)]
-        built = work / "shards"
+        built = self.work / "shards"
         if self.plan.format == "indexed":
-            lengths = [part_paths(job, n)[1] for n in range(self.prefix)]
+            lengths = [part_paths(self.work, n)[1] for n in range(self.prefix)]
             if (built / "tokens.bin").exists():
                 with (built / "tokens.bin").open("ab") as file:
                     os.fsync(file.fileno())

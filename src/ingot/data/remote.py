@@ -6,11 +6,13 @@ an index. So retrying is done here, around the whole of "fetch and check", and n
 
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ingot.data.files import whole_file
 from ingot.errors import DataError
 
 CHUNK = 1 << 22
@@ -91,19 +93,53 @@ class Remote:
         except NotThere:
             return None
 
-    def names(self) -> list[str]:
-        """What lies right in it, files and folders; nothing where the store cannot be listed, as over http."""
+    @property
+    def folder(self) -> Path | None:
+        """Where it is, if it is no object store."""
+        return self._folder
+
+    def names(self, under: str | None = None, required: bool = False) -> list[str]:
+        """What lies right in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
+        over http, unless it is required."""
         if self._folder is not None:
-            return sorted(path.name for path in self._folder.iterdir()) if self._folder.is_dir() else []
+            folder = self._folder / (under or "")
+            return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         import obstore
         from obstore.exceptions import BaseError
 
+        def find() -> Any:
+            return obstore.list_with_delimiter(self._store, under)
+
         try:
-            found = obstore.list_with_delimiter(self._store)
+            found = self.retry(under or "", lambda: self._answer(under or "", find)) if required else find()
         except (BaseError, OSError):
             return []
         paths = [*found["common_prefixes"], *(str(entry["path"]) for entry in found["objects"])]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
+
+    def put(self, name: str, source: Path) -> None:
+        """Upload a file; it appears whole or not at all."""
+        if self._folder is not None:
+            target = self._folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(target) as file, source.open("rb") as content:
+                shutil.copyfileobj(content, file, CHUNK)
+            return
+        import obstore
+
+        self.retry(name, lambda: self._answer(name, lambda: obstore.put(self._store, name, source)), doing="written")
+
+    def delete(self, names: list[str]) -> None:
+        """Remove files."""
+        if self._folder is not None:
+            for name in names:
+                (self._folder / name).unlink(missing_ok=True)
+            return
+        import obstore
+
+        self.retry(
+            names[0], lambda: self._answer(names[0], lambda: obstore.delete(self._store, names)), doing="removed"
+        )
 
     def _answer(self, name: str, action: Callable[[], T]) -> T:
         """What a store answers, its failures sorted into hopeless ones and those worth a second try."""
@@ -122,7 +158,9 @@ class Remote:
                 raise Forbidden(f"{self.url}/{name} needs credentials, and there are none; {HINT}") from None
             raise Again(first_line(error)) from None
 
-    def retry(self, name: str, action: Callable[[], T], stop: threading.Event | None = None) -> T:
+    def retry(
+        self, name: str, action: Callable[[], T], stop: threading.Event | None = None, doing: str = "fetched"
+    ) -> T:
         """Do it until it works, with growing random pauses: many clients that failed together must not return so."""
         first, longest = self._backoff
         for attempt in range(self._retries + 1):
@@ -133,7 +171,7 @@ class Remote:
             pause = random.uniform(0, min(longest, first * 2**attempt))
             if attempt < self._retries and (stop or threading.Event()).wait(pause):
                 break
-        raise DataError(f"{self.url}/{name} could not be fetched in {attempt + 1} attempts: {reason}")
+        raise DataError(f"{self.url}/{name} could not be {doing} in {attempt + 1} attempts: {reason}")
 
 
 def _open_store(url: str) -> Any:

@@ -25,7 +25,6 @@ from ingot.data.documents import (
     open_parquet,
     read_batches,
     read_file,
-    read_parquet,
     read_stream,
     read_to_newline,
 )
@@ -106,7 +105,6 @@ def read_piece(piece: Piece, handed: bytes, options: ReadOptions, find_cut: Find
 
 def pack_block(block: Block) -> bytes:
     """A block as bytes that travel to a worker: a JSON head, lengths, UTF-8."""
-    encoded = [text.encode() for text in block.texts]
     head = json.dumps(
         {
             "records": None if block.records is None else block.records.tolist(),
@@ -116,8 +114,8 @@ def pack_block(block: Block) -> bytes:
             "path": block.path,
         }
     ).encode()
-    lengths = np.array([len(e) for e in encoded], dtype="<u4").tobytes()
-    return struct.pack("<II", len(head), len(encoded)) + head + lengths + b"".join(encoded)
+    lengths = np.array([len(text) for text in block.texts], dtype="<u4").tobytes()
+    return b"".join((struct.pack("<II", len(head), len(block.texts)), head, lengths, *block.texts))
 
 
 def unpack_block(data: bytes) -> Block:
@@ -127,7 +125,7 @@ def unpack_block(data: bytes) -> Block:
     begin = 8 + head_size + 4 * count
     lengths = np.frombuffer(data, dtype="<u4", count=count, offset=8 + head_size)
     ends = (np.cumsum(lengths, dtype=np.int64) + begin).tolist()
-    texts = [data[a:b].decode() for a, b in zip([begin, *ends[:-1]], ends, strict=True)] if count else []
+    texts = [data[a:b] for a, b in zip([begin, *ends[:-1]], ends, strict=True)] if count else []
     records = None if head["records"] is None else np.array(head["records"], dtype=np.int64)
     bad = [(int(r), str(why)) for r, why in head["bad"]]
     return Block(texts, records, head["first_record"], bad, head["record_count"], head["path"])
@@ -141,14 +139,14 @@ def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
             start = piece.start
             if start:
                 file.seek(start - 1)
-                start += len(read_to_newline(file, path, options)) - 1
-            if start >= piece.end:
+                start += len(read_to_newline(file, piece.end - start + 1)) - 1
+            if start >= piece.end:  # all of it belongs to a line that begins before
                 return
             data = file.read(piece.end - start)
             if len(data) < piece.end - start:
                 raise DataError(f"{path}: became shorter while it was read")
             if not data.endswith(b"\n"):
-                data += read_to_newline(file, path, options)
+                data += read_to_newline(file, options.max_document_bytes + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     block = jsonl_block(data, 0, path, options)
@@ -160,8 +158,7 @@ def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
 def _parquet_pieces(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece, bytes]]:
     """Row groups, several small ones together; a file of one huge row group is handed over in blocks."""
     table = open_parquet(file.path, options.key)
-    column = table.schema_arrow.names.index(options.key)
-    sizes = [column_bytes(table, group, column) for group in range(table.num_row_groups)]
+    sizes = [column_bytes(table, group, options.key) for group in range(table.num_row_groups)]
     if max(sizes, default=0) > 4 * PIECE_BYTES:
         yield from _handed_over(file, options)
         return
@@ -179,12 +176,12 @@ def _handed_over(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece
     """Blocks of a file that only one process can read, cut without looking into them where lines allow it."""
     done = 0
     if file.format == "parquet":
-        for block in read_parquet(file, options):
+        for block in read_batches(file.path, options):
             yield Piece("texts", (file,), size=sum(map(len, block.texts)) // 2), pack_block(block)
     elif is_lines(file):
         first = 0
         with open_file(file, options) as stream:
-            for lines in cut_lines(stream, file.path, options):
+            for lines in cut_lines(stream, options):
                 before, done = done, _position(stream)
                 yield Piece("lines", (file,), size=done - before, first_record=first), lines
                 first += lines.count(b"\n")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,23 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.config = dict(config or {})
-        self.vocab = backend.get_vocab(with_added_tokens=True)
-        self.json = backend.to_str()
-        spec = json.loads(self.json)
-        self.is_byte_level = _is_byte_level(spec)
-        self._added: list[dict[str, Any]] = spec.get("added_tokens", [])
-        self.vocab_size = max(self.vocab.values(), default=-1) + 1
+        self.is_byte_level = _is_byte_level(backend)
         self.eos_id = self._find_eos()
+
+    @cached_property
+    def json(self) -> str:
+        """The tokenizer.json, as the library writes it."""
+        return self.backend.to_str()
+
+    @cached_property
+    def vocab(self) -> dict[str, int]:
+        """Every token and its id."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """How many rows an embedding must have."""
+        return max(self.vocab.values(), default=-1) + 1
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         """Token ids of a text; `special_tokens` adds what the tokenizer puts around a document (`<s>` of Llama)."""
@@ -59,8 +70,8 @@ class Tokenizer:
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
         for token, index in self.backend.get_vocab(with_added_tokens=False).items():
             sizes[index] = len(token)  # byte-level BPE spells each byte as one printable character
-        for added in self._added:
-            sizes[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        for index, added in self.backend.get_added_tokens_decoder().items():
+            sizes[index] = 0 if added.special else len(added.content.encode())
         return sizes
 
     def save(self, folder: Path) -> None:
@@ -85,7 +96,8 @@ class Tokenizer:
         if isinstance(named, dict):
             named = named.get("content")
         names = ([named] if isinstance(named, str) else []) + list(_EOS_NAMES)
-        return next((self.vocab[name] for name in names if name in self.vocab), None)
+        ids = (self.backend.token_to_id(name) for name in names)
+        return next((index for index in ids if index is not None), None)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -102,6 +114,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             return load_gpt2_tokenizer(place, place.with_name(place.name.replace("vocab.json", "merges.txt")))
         return _from_json_file(place)
     return _from_hub(str(path))
+
+
+def parse_tokenizer(text: str) -> Tokenizer:
+    """The tokenizer whose `json` this is."""
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(text))
+    tokenizer.json = text
+    return tokenizer
 
 
 def load_gpt2_tokenizer(vocab_file: str | Path, merges_file: str | Path) -> Tokenizer:
@@ -159,13 +178,9 @@ def _from_hub(name: str) -> Tokenizer:
     return _from_json_file(file)
 
 
-def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json describes byte-level BPE: every text is spelled by bytes, nothing is normalized away."""
-
-    def kinds(part: dict[str, Any] | None) -> list[str]:
-        if not part:
-            return []
-        inner = part.get("pretokenizers") or part.get("decoders") or part.get("normalizers") or []
-        return [part["type"], *(kind for p in inner for kind in kinds(p))]
-
-    return spec["model"].get("type") == "BPE" and "ByteLevel" in kinds(spec.get("pre_tokenizer"))
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether it is byte-level BPE: every text is spelled by bytes, nothing is normalized away."""
+    if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
+        return False
+    spec = json.loads(backend.pre_tokenizer.__getstate__())
+    return any(part["type"] == "ByteLevel" for part in (spec, *spec.get("pretokenizers", [])))

@@ -6,6 +6,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ingot.config.secrets import redact
+from ingot.errors import EXIT_FAULT, IngotError
+
 VARIABLE = "INGOT_FAILURE_FILE"
 # what a collective says when the process at its other end is gone: a consequence of the failure, not its cause
 LOST_PEER = (
@@ -22,6 +25,8 @@ class Failure:
     """Why a process ended."""
 
     message: str
+    kind: str
+    """user, data, numeric, memory, program (an error that nobody foresaw), machine (killed, disk, network) or hang."""
     exit_code: int
     time: float
     fits: int | None = None
@@ -32,12 +37,22 @@ class Failure:
         return any(text in self.message.lower() for text in LOST_PEER)
 
 
-def record_failure(message: str, exit_code: int, fits: int | None = None) -> bool:
+def kind_of(error: BaseException | None) -> str:
+    if getattr(error, "fits", None) is not None:
+        return "memory"
+    if isinstance(error, IngotError):
+        known = {"DataError": "data", "NumericError": "numeric"}
+        return known.get(type(error).__name__, "machine" if error.exit_code == EXIT_FAULT else "user")
+    return "program"
+
+
+def record_failure(message: str, exit_code: int, error: BaseException | None) -> bool:
     """Write the failure file, if a launcher asked for one; says whether it did."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return False
-    Path(path).write_text(json.dumps(asdict(Failure(message, exit_code, time.time(), fits))), encoding="utf-8")
+    failure = Failure(redact(message), kind_of(error), exit_code, time.time(), getattr(error, "fits", None))
+    Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
     return True
 
 
@@ -47,4 +62,4 @@ def read_failure(path: Path, return_code: int) -> Failure:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         how = f"was killed by signal {-return_code}" if return_code < 0 else f"ended with exit code {return_code}"
-        return Failure(f"the process {how}", 1 if return_code < 0 else return_code, 0.0)
+        return Failure(f"the process {how}", "machine", 1 if return_code < 0 else return_code, 0.0)

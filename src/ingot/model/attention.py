@@ -110,6 +110,8 @@ class Attention(nn.Module):
         per_group = c.n_heads // c.kv_heads
         qkv = qkv.view(batch, time, -1, per_group + 2, c.head_width)  # [B, T, G, queries + key + value, D]
         q, k, v = qkv[:, :, :, :per_group], qkv[:, :, :, per_group], qkv[:, :, :, per_group + 1]
+        if isinstance(attend, AlibiAttend) and not c.qk_ln:
+            return self.out(attend.fused(qkv).view(batch, time, -1))
         if c.qk_ln:
             q = self.q_norm(q.reshape(batch, time, -1)).to(v.dtype)
             k = self.k_norm(k.reshape(batch, time, -1)).to(v.dtype)
@@ -149,6 +151,27 @@ class SdpaAttend:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
         )
+
+
+class AlibiAttend:
+    """Our Triton kernel, which reads queries, keys and values where the projection left them."""
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device, heads: slice = slice(None)):
+        self.length = length
+        self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
+        self.slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)  # [H]
+
+    def fused(self, qkv: Tensor) -> Tensor:
+        """[B, T, G, queries + key + value, D] to [B, T, H, D]."""
+        from ingot.model.alibi import alibi_attention
+
+        return alibi_attention(qkv, self.slopes, self.scale)[0]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        groups = k.shape[1]
+        q = q.transpose(1, 2).unflatten(2, (groups, -1))  # [B, T, G, queries, D]
+        k, v = (t.transpose(1, 2).unsqueeze(3) for t in (k, v))
+        return self.fused(torch.cat([q, k, v], 3)).transpose(1, 2)
 
 
 class FlexAttend:

@@ -9,11 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.model.attention import Attend, Attention, FlexAttend, KVCache, SdpaAttend, rotary_tables
+from ingot.model.attention import AlibiAttend, Attend, Attention, FlexAttend, KVCache, SdpaAttend, rotary_tables
 from ingot.model.config import ModelConfig
+from ingot.model.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
+from ingot.model.narrow import autocast_dtype, narrow_weights, renew
 from ingot.model.norm import make_norm
 from ingot.model.recompute import recompute
+
+try:
+    from ingot.model.linear_cross_entropy import linear_cross_entropy
+except ImportError:  # torch for CPUs comes without Triton
+    linear_cross_entropy = None  # type: ignore[assignment]
 
 IGNORE = -100  # a label that takes no part in the loss
 
@@ -58,7 +65,7 @@ class GPT(nn.Module):
         self.norm_f = make_norm(config, config.d_model)
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_rows, bias=False)
-        self.flex: FlexAttend | None = None
+        self.kernel: AlibiAttend | FlexAttend | None = None
         self.recompute: str | None = None  # full or selective
 
     def forward(
@@ -76,11 +83,19 @@ class GPT(nn.Module):
         hidden = self.norm_f(x)  # [B, T, d]
         return self.logits(hidden) if labels is None else self.loss(hidden, labels)
 
+    def train(self, mode: bool = True) -> "GPT":
+        """As ever; and since every step and every evaluation begins here, narrow weights catch up with the optimizer."""
+        super().train(mode)
+        renew(self)
+        return self
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """What enters the first block, [B, T, d]."""
         x = self.wte(tokens)
         if self.config.positions == "learned":
             x = x + self.wpe(positions)
+        if autocast_dtype(x.device) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream, as in a model that is spread over processes: half the traffic
         return self.dropout(x)
 
     def transform(self, x: Tensor, positions: Tensor, start: int = 0, cache: KVCache | None = None) -> Tensor:
@@ -99,16 +114,35 @@ class GPT(nn.Module):
 
     def attend_over(self, new: int, total: int, device: torch.device) -> Attend:
         """Attention of the last `new` of `total` tokens, for all blocks of a forward pass."""
-        if self.flex is not None and new == total == self.flex.length:
-            return self.flex
+        if self.kernel is not None and new == total == self.kernel.length:
+            return self.kernel
         return SdpaAttend(self.config, new, total, device)
 
     def use_kernel(self, kernel: str, seq_len: int, device: torch.device) -> None:
         """Train with the kernel that `choose_kernel` chose."""
-        self.flex = FlexAttend(self.config, seq_len, device) if kernel == "flex" else None
+        kinds = {"alibi": AlibiAttend, "flex": FlexAttend}
+        self.kernel = kinds[kernel](self.config, seq_len, device) if kernel in kinds else None
+
+    def use_precision(self, precision: str, device: torch.device) -> str:
+        """Prepare the linear layers of the blocks to train in a precision; gives what was done, to be printed."""
+        if precision == "fp8":
+            if why := why_no_fp8(device):
+                narrow_weights(self.blocks, torch.bfloat16)
+                return f"bf16 instead of fp8: {why}"
+            return f"{use_fp8(self.blocks)} linear layers multiply in 8 bits"
+        if precision == "bf16":
+            narrow_weights(self.blocks, torch.bfloat16)
+            return "bf16 copies of the weights are made once per step"
+        return precision
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The summed cross-entropy, a scalar: the caller divides by the tokens of the whole global batch."""
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
+        if linear_cross_entropy is not None and hidden.is_cuda and dtype == torch.bfloat16:
+            weight = self.wte.weight if self.config.tie_word_embeddings else self.head.weight
+            return linear_cross_entropy(
+                hidden.flatten(0, 1).bfloat16(), weight, labels.flatten(), self.config.vocab_size, IGNORE
+            )
         logits = self.logits(hidden).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 

@@ -1,9 +1,11 @@
 """The feed-forward half of a block."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.model.config import ModelConfig
+from ingot.model.gelu import Gelu
 
 
 class MLP(nn.Module):
@@ -21,4 +23,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+        x = self.up(x)
+        if self.activation == "gelu" and torch.compiler.is_compiling() and x.is_cuda and x.dtype == torch.bfloat16:
+            return self.down(Gelu.apply(x))
+        return self.down(F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none"))

@@ -7,6 +7,7 @@ Nothing is allocated before its last step but one: the model is cut while it is 
 its own shards and, for a moment each, one whole tensor.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,7 +26,7 @@ from ingot.parallel.data import shard_data_parallel
 from ingot.parallel.mesh import Mesh
 from ingot.parallel.pipeline import Pipeline, Stage, keep_stage, stage_of_parameter, stages_of
 from ingot.parallel.tensor import own_heads, shard_tensors
-from ingot.parallel.weights import fill, gather, local
+from ingot.parallel.weights import fill, gather, local, scale_to_limit
 
 
 def spread_model(
@@ -64,6 +65,8 @@ def spread_model(
         if compiled:
             for block in gpt.blocks.children():
                 block.compile(dynamic=False)
+            # between the gathered blocks only this is worth it: logits and their gradient in one pass each
+            gpt.loss = torch.compile(gpt.loss, dynamic=False)  # type: ignore[method-assign]
         root: nn.Module = Stage(gpt, index, count, positions, precision) if count > 1 else gpt
         shard_data_parallel(root, gpt, mesh, precision, reshard)
         if count == 1 and cut is not None:
@@ -137,18 +140,30 @@ class Spread:
         dist.all_gather(found, own)
         return [row.tolist() for row in found]
 
+    def differing_replicas(self) -> tuple[list[int], str] | None:
+        """Ranks whose weights differ from those of most processes that should hold the same, and a parameter."""
+        own = [local(parameter.detach()).contiguous().view(torch.int32) for parameter in self.names]
+        bits = torch.stack([x.sum(dtype=torch.int64) for x in own])  # [parameters]
+        found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, bits)
+        for ranks in self.mesh.replicas():
+            counts = Counter(tuple(found[r].tolist()) for r in ranks)
+            if len(counts) > 1:
+                (usual, most), (other, second) = counts.most_common(2)
+                name = next(n for n, a, b in zip(self.names.values(), usual, other, strict=True) if a != b)
+                return [r for r in ranks if most == second or tuple(found[r].tolist()) != usual], name
+        return None
+
     def total_loss(self, own: Tensor) -> Tensor:
         return self.mesh.sum(own, self.counts_loss)
 
-    def clip_gradients(self, limit: float | None) -> Tensor:
-        """Scale gradients to a global norm of at most `limit`; gives the norm before, the same on every process."""
+    def clip_gradients(self, limit: float | None, scale: Tensor | None = None) -> Tensor:
+        """Divide gradients by `scale` and bring them to a global norm of at most `limit`; gives the norm between the
+        two, the same on every process."""
         gradients = [local(parameter.grad) for parameter in self.names if parameter.grad is not None]
         norms = torch.stack(torch._foreach_norm(gradients, 2.0))
         squares = (norms.double() ** 2 * self.shares).sum()
-        norm = self.mesh.sum(squares).sqrt().float()
-        if limit is not None:
-            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return scale_to_limit(gradients, self.mesh.sum(squares).sqrt().float(), limit, scale)
 
     # --- weights
 

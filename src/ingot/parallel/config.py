@@ -122,8 +122,6 @@ def problems(
                 yield f"parallel.tensor={t} does not divide the model's {name}, {count}"
         if model.positions == "learned" and model.context % t:
             yield f"parallel.tensor={t} does not divide the rows of the position table, {model.context}"
-        if model.qk_ln:
-            yield f"parallel.tensor={t} cannot cut model.qk_ln, which normalises over all heads at once"
     if c > 1 and seq_len % (2 * c):
         yield f"parallel.context={c} cuts a sequence into {2 * c} chunks, and max_seq_len {seq_len} does not divide"
     if seq_len % (c * t):

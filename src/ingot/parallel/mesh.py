@@ -4,12 +4,17 @@ Rank order is pipeline, replicate, shard, context, tensor. FSDP2 shards over `sh
 processes that share a sequence hold the same weights and sum their gradients, as those that share a batch do.
 """
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ingot.parallel.config import Layout
+
+GRID = ("pipeline", "replicate", "shard", "tensor")
+_LIVES = itertools.count()  # of meshes in this process
 
 
 class Mesh:
@@ -18,18 +23,20 @@ class Mesh:
     def __init__(self, layout: Layout, device: torch.device):
         self.layout, self.device = layout, device
         a = layout
-        names = ("pipeline", "replicate", "shard", "tensor")
+        # torch takes meshes of the same ranks and names for one, even if the groups of the first are gone
+        life = str(next(_LIVES) or "")
+        pipeline, replicate, shard, tensor = names = tuple(f"{n}{life}" for n in GRID)
         grid = init_device_mesh(
             device.type, (a.pipeline, a.replicate, a.shard * a.context, a.tensor), mesh_dim_names=names
         )
-        self.fsdp: DeviceMesh = grid["replicate", "shard"] if a.replicate > 1 else grid["shard"]
-        self.tensor: DeviceMesh = grid["tensor"]
-        self.pipeline: DeviceMesh = grid["pipeline"]
+        self.fsdp: DeviceMesh = grid[replicate, shard] if a.replicate > 1 else grid[shard]
+        self.tensor: DeviceMesh = grid[tensor]
+        self.pipeline: DeviceMesh = grid[pipeline]
         self.context: DeviceMesh | None = None
         if a.context > 1:
             fine = (a.pipeline, a.replicate, a.shard, a.context, a.tensor)
-            fine_names = ("pipeline", "replicate", "data_shard", "context", "tensor")
-            self.context = init_device_mesh(device.type, fine, mesh_dim_names=fine_names)["context"]
+            fine_names = (pipeline, replicate, f"data_{shard}", f"context{life}", tensor)
+            self.context = init_device_mesh(device.type, fine, mesh_dim_names=fine_names)[f"context{life}"]
         rank = dist.get_rank()
         rank, self.tensor_rank = divmod(rank, a.tensor)
         rank, self.context_rank = divmod(rank, a.context)
@@ -39,6 +46,12 @@ class Mesh:
     def speaks_for_data(self) -> bool:
         """Whether this process is the one that counts among those with the same part of the batch."""
         return self.context_rank == 0 and self.tensor_rank == 0 and self.stage_rank == 0
+
+    def replicas(self) -> list[list[int]]:
+        """The groups of global ranks that hold the same weights."""
+        a = self.layout
+        grid = torch.arange(a.size).view(a.pipeline, a.replicate, -1)
+        return grid.transpose(1, 2).reshape(-1, a.replicate).tolist()
 
     def leader_of_stage(self, stage_rank: int) -> int:
         """The global rank of the first process of a pipeline position."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ingot.model.gpt import GPT, IGNORE
-from ingot.parallel.collectives import all_gather
+from ingot.parallel.collectives import all_gather, all_reduce, sum_over
 from ingot.parallel.mesh import Mesh
 
 BLOCK = {
@@ -49,7 +49,34 @@ def shard_tensors(gpt: GPT, mesh: Mesh) -> None:
     for block in gpt.blocks.children():
         parts = dict(block.named_modules())
         parallelize_module(block, mesh.tensor, {name: style for name, style in BLOCK.items() if name in parts})
+        if gpt.config.qk_ln:
+            attention = parts["attn"]
+            attention.q_norm, attention.k_norm = (_HeadNorm(n, mesh) for n in (attention.q_norm, attention.k_norm))
+    if "wte" in present:
+        # torch.compile takes the gradient of a tensor for zero if a collective, as here, is still filling it
+        gpt.wte.register_forward_hook(lambda module, inputs, output: output.clone())
     gpt.loss = partial(vocabulary_parallel_loss, gpt, mesh)  # type: ignore[method-assign]
+
+
+class _HeadNorm(nn.Module):
+    """A layer or root-mean-square norm over all heads, on the heads of one process: x [B, T, F/tensor], in fp32."""
+
+    def __init__(self, norm: nn.Module, mesh: Mesh):
+        super().__init__()
+        self.group, self.ranks = mesh.tensor.get_group(), mesh.layout.tensor
+        self.centred, self.eps = isinstance(norm, nn.LayerNorm), norm.eps
+        for name in ("weight", "bias"):
+            whole = getattr(norm, name, None)
+            cut = nn.Parameter(distribute_tensor(whole, mesh.tensor, [Shard(0)])) if whole is not None else None
+            self.register_parameter(name, cut)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, features = x.float(), x.shape[-1] * self.ranks
+        if self.centred:
+            x = x - sum_over(x.sum(-1, keepdim=True), self.group) / features
+        variance = sum_over(x.square().sum(-1, keepdim=True), self.group) / features
+        x = x * (variance + self.eps).rsqrt() * self.weight.to_local()
+        return x + self.bias.to_local() if self.bias is not None else x
 
 
 def own_heads(gpt: GPT, mesh: Mesh) -> slice:
@@ -77,15 +104,15 @@ class _CrossEntropy(torch.autograd.Function):
         columns = torch.arange(first, first + logits.shape[1], device=logits.device)
         logits = logits.masked_fill(columns >= vocab, float("-inf"))  # rows of padding are never predicted
         highest = logits.max(1).values
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        highest = all_reduce(highest, group, "max")
         probabilities = (logits - highest[:, None]).exp()
         total = probabilities.sum(1)
-        dist.all_reduce(total, group=group)
+        total = all_reduce(total, group)
         counted = labels != IGNORE
         own = (labels >= first) & (labels < first + logits.shape[1])
         column = torch.where(own, labels - first, 0)
         target = torch.where(own, logits.gather(1, column[:, None])[:, 0] - highest, 0.0)
-        dist.all_reduce(target, group=group)
+        target = all_reduce(target, group)
         probabilities /= total[:, None]
         ctx.save_for_backward(probabilities, column, own, counted)
         return torch.where(counted, total.log() - target, 0.0).sum()

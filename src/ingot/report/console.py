@@ -9,8 +9,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ingot.config.secrets import redact
 from ingot.train.events import Row
-from ingot.train.run_folder import LOGS
+from ingot.train.run_files import LOGS
 
 PLAIN_SECONDS = 1.0  # at most one plain line in this time, besides the first, the last and evaluations
 
@@ -51,6 +52,9 @@ class Console:
             self.task = self.bar.add_task(f"batch {batch}/{total}", total=total, completed=batch, figures="", eta="?")
             self.bar.start()
 
+    def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
+        pass
+
     def row(self, row: Row, batch: int) -> None:
         figures, eta = _figures(row), _clock(row.get("time/remaining_estimate"))
         line = f"[batch={batch}/{self.total}] {figures} | ETA {eta}"
@@ -79,6 +83,7 @@ class Console:
             self.log = None
 
     def _say(self, text: str, style: str | None = None) -> None:
+        text = redact(text)
         self.console.print(text, style=style, markup=False)
         self._log(text)
 

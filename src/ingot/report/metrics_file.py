@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from ingot.errors import disk_error
 from ingot.train.events import Row
-from ingot.train.run_folder import METRICS
+from ingot.train.run_files import METRICS
 
 
 class MetricsFile:
@@ -25,6 +25,10 @@ class MetricsFile:
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
         self.file = self.path.open("ab")
+        self.rewind(batch, state)
+
+    def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
+        assert self.file is not None
         self.file.truncate(min(int((state or {}).get("metrics_bytes", 0)), self.path.stat().st_size))
         self.file.seek(0, os.SEEK_END)
 

@@ -4,8 +4,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ingot.config.secrets import redact
 from ingot.train.events import Row
-from ingot.train.run_folder import LOGS
+from ingot.train.run_files import LOGS
 
 
 class RankLog:
@@ -17,7 +18,7 @@ class RankLog:
         self.begun = False
 
     def note(self, text: str) -> None:
-        line = f"{datetime.now().isoformat(timespec='seconds')} {text}\n"
+        line = f"{datetime.now().isoformat(timespec='seconds')} {redact(text)}\n"
         if not self.begun:
             self.early.append(line)
             return
@@ -31,6 +32,9 @@ class RankLog:
         self.begun = True
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(self.early)
+
+    def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
+        pass
 
     def row(self, row: Row, batch: int) -> None:
         pass

@@ -32,6 +32,10 @@ class Reporters:
         for listener in self.listeners:
             listener.begin(batch, total, state)
 
+    def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
+        for listener in self.listeners:
+            listener.rewind(batch, state)
+
     def row(self, row: Row, batch: int) -> None:
         for listener in self.listeners:
             listener.row(row, batch)

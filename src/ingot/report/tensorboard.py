@@ -24,6 +24,9 @@ class TensorBoard:
     warn = note
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
+        self.rewind(batch, state)
+
+    def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # steps that were written after the checkpoint and will come again are dropped by the viewer

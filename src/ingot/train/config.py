@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ingot.config.schema import Section, impossible
+from ingot.config.secrets import secret_in
 from ingot.config.time import Time
 from ingot.data.config import DataConfig
 from ingot.errors import ConfigError
@@ -64,6 +65,25 @@ class SchedulerConfig(Section):
     """wsd: shape of the final decay; sqrt is 1 - sqrt(progress)."""
 
 
+class GuardsConfig(Section):
+    """What to do when the numbers go wrong. stop: end the run, the last checkpoint is good. skip: leave this batch
+    out (looks at every step before it changes weights, so a GPU waits for the host). rollback: go back to the last
+    checkpoint and leave this batch out from there on."""
+
+    non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """When a loss or gradient norm is NaN or infinite."""
+    spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
+    """When a loss jumps."""
+    spike_threshold: float = Field(10.0, gt=0)
+    """A jump is this many robust deviations (1.48 x the median distance from the median) above the median."""
+    spike_window: int = Field(128, ge=8)
+    """Batches that median and deviation are taken over."""
+    max_skips: int = Field(20, ge=0)
+    """More batches left out than this stop the run."""
+    checksum_interval: Time = Time(0, "ba")
+    """How often processes that hold the same weights compare them; 0ba for never."""
+
+
 class TensorBoardConfig(Section):
     """Event files for TensorBoard."""
 
@@ -76,6 +96,8 @@ class LoggersConfig(Section):
 
     tensorboard: TensorBoardConfig | None = None
     """Write TensorBoard event files; `loggers.tensorboard={}` turns it on."""
+    samples: bool = False
+    """Write down which samples each process trained on, batch by batch: samples/rank-N.txt."""
 
 
 class RunConfig(Section):
@@ -107,6 +129,9 @@ class RunConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Type of the matrix products. Master weights and optimizer are fp32 always. Composer's amp_* names work."""
 
+    guards: GuardsConfig = GuardsConfig()
+    """What to do when a loss is no number, or jumps."""
+
     eval_interval: Time = Time(1000, "ba")
     """How often to evaluate, besides at the end; 0ba for only at the end."""
     eval_subset_num_batches: int = Field(-1, ge=-1)
@@ -115,13 +140,25 @@ class RunConfig(Section):
     """Sequences per evaluation batch. Default: the training microbatch."""
 
     save_folder: str | None = None
-    """The run folder. Default: runs/NAME."""
+    """The run folder. Default: runs/NAME. At a URL (s3://, gs://, az://) checkpoints are kept there, and here, in
+    runs/NAME, only the newest."""
     save_interval: Time = Time(1000, "ba")
     """How often to save, besides at the end; wall-clock units work too; 0ba for only at the end."""
     save_num_checkpoints_to_keep: int = Field(-1, ge=-1)
     """Newest checkpoints kept; -1 for all."""
+    save_keep_every: Time = Time(0, "ba")
+    """Checkpoints at multiples of this are kept whatever the number of newest ones; 0ba for none."""
+    save_weights_only: bool = False
+    """Save no optimizer state; such a checkpoint cannot be continued."""
+    state_dict_type: Literal["sharded", "full"] = "sharded"
+    """Execution: sharded: every process writes its own part; full: the first gathers all into one set of files."""
+    remote_save_folder: str | None = None
+    """A second place, a URL or a folder, for copies of some checkpoints, made in the background."""
+    remote_save_interval: Time = Time(0, "ba")
+    """How often to copy there, besides at the end; 0ba for every checkpoint."""
     load_path: str | None = None
-    """Start from the weights of this run, checkpoint or Hugging Face folder (a fresh optimizer and schedule)."""
+    """Start from the weights of this run, checkpoint or Hugging Face folder, or of a run or checkpoint at a URL (with a
+    fresh optimizer and schedule)."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Execution: where to run."""
@@ -137,6 +174,11 @@ class RunConfig(Section):
     """Execution: torch.compile. auto: on a GPU, yes."""
     deterministic: bool | Literal["auto"] = "auto"
     """Execution: only deterministic kernels. auto: on a CPU, yes, where they cost nothing."""
+    max_wall_time: Time | None = None
+    """Execution: save and stop after this long, for example 23.5h; the same command continues."""
+    hang_timeout: float = Field(120.0, gt=0)
+    """Execution: seconds without progress after which the launcher takes a process for hung, or 10 of its steps if
+    that is longer; 30 times as long before the first step."""
     log_interval: Time = Time(1, "ba")
     """Execution: how often metrics are gathered and written."""
     loggers: LoggersConfig = LoggersConfig()
@@ -202,9 +244,20 @@ class RunConfig(Section):
                 "device_train_microbatch_size",
                 f"{micro} does not divide global_train_batch_size {batch}; {near} would, or auto",
             )
-        for key in ("max_duration", "eval_interval", "log_interval"):
+        if self.remote_save_folder and self.remote_folder == self.save_folder:
+            raise impossible("remote_save_folder", "save_folder is at a URL already; give one of the two")
+        for key in ("max_duration", "eval_interval", "log_interval", "save_keep_every"):
             if getattr(self, key).is_wall_clock:
                 raise impossible(key, f"{getattr(self, key)} is wall-clock time; use ba, ep, sp or tok here")
+        if key := next(secret_in(self.model_dump(mode="json")), None):
+            raise impossible(
+                key, "the URL has a password or a signature in it, which would be written into checkpoints and seen in "
+                "process lists; give credentials in the environment (AWS_..., AZURE_..., GOOGLE_...)"
+            )  # fmt: skip
+        if self.max_wall_time is not None and not self.max_wall_time.is_wall_clock:
+            raise impossible("max_wall_time", f"{self.max_wall_time} is no wall-clock time; write 90min or 23.5h")
+        if self.guards.checksum_interval.is_wall_clock:
+            raise impossible("guards.checksum_interval", "wall-clock time will not do; use ba, ep, sp or tok here")
         for key in ("t_warmup", "t_max", "t_scale", "t_decay"):
             value = getattr(self.scheduler, key)
             if value is not None and value.is_wall_clock:
@@ -227,4 +280,10 @@ class RunConfig(Section):
 
     @property
     def run_folder(self) -> str:
-        return self.save_folder or f"runs/{self.name}"
+        """Where the run writes on this machine."""
+        return self.save_folder if self.save_folder and "://" not in self.save_folder else f"runs/{self.name}"
+
+    @property
+    def remote_folder(self) -> str | None:
+        """Where checkpoints go besides."""
+        return self.save_folder if self.save_folder and "://" in self.save_folder else self.remote_save_folder

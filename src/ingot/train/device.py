@@ -36,11 +36,6 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> tuple[torch.device,
     return torch.device(kind, local_rank), why
 
 
-def check_precision(config: RunConfig, device: torch.device) -> None:
-    if config.precision == "fp16" and device.type != "cuda":
-        raise ConfigError("precision=fp16 needs a GPU (its loss scaling does); use bf16 or fp32 on a CPU")
-
-
 def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> tuple[bool, str]:
     """Whether to compile, and why."""
     if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
@@ -65,10 +60,6 @@ def check_spread(config: RunConfig, layout: Layout) -> None:
     """What a model spread over processes cannot do (yet) is refused before they meet."""
     if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
         raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")
-    if config.precision == "fp16":
-        raise ConfigError("precision=fp16 works on one process only (its loss scaling does); use bf16")
-    if config.optimizer.name == "muon":
-        raise ConfigError("optimizer.name=muon works on one process only: it needs whole matrices; use adamw or lion")
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:

@@ -1,6 +1,7 @@
 """Loss, perplexity and bits per byte of a model on a data set."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ def evaluate(
     order: Order,
     max_batches: int = -1,
     spread: "Spread | None" = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """The mean loss over a data set, or over its first `max_batches` batches in the given order.
 
@@ -62,6 +64,7 @@ def evaluate(
     for start in range(batch * rank, limit + batch * rank, batch * ranks):
         ids = order.take(np.arange(min(start, limit), min(start + batch, limit)))
         dataset.announce(order, min(start, limit - 1))
+        alive()
         inputs, labels = dataset.gather(ids)
         if len(ids) < batch:  # one shape for all batches: the rest carries no loss
             inputs = np.pad(inputs, ((0, batch - len(ids)), (0, 0)))

@@ -12,7 +12,7 @@ from ingot.data.dataset import open_dataset
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import ConfigError
 from ingot.train.config import RunConfig
-from ingot.train.device import check_precision, choose_device
+from ingot.train.device import choose_device
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.trainer import token_bytes
 
@@ -31,7 +31,6 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     if config.sources.eval is None:
         raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
-    check_precision(config, device)
     data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size)
     folder = tokenizer_folder(path)
     result = evaluate(

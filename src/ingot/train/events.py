@@ -21,6 +21,9 @@ class Reporter(Protocol):
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
         """The first step comes after `batch`; `state` is what `state()` gave when the checkpoint was saved."""
 
+    def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
+        """The run has gone back to a checkpoint; `state` is as for `begin`. What came after it will come again."""
+
     def row(self, row: Row, batch: int) -> None:
         """Metrics of one step."""
 

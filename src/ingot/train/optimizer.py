@@ -1,20 +1,21 @@
 """Optimizers, and their state as named tensors.
 
-torch's own fused AdamW and Muon do the work. Composer's decoupled AdamW decays by (lr / peak) x weight_decay, which is
-AdamW with weight_decay / peak, so it needs no code of its own. Lion is not in torch; ours runs on whole lists of
-tensors (foreach), not parameter by parameter.
+torch's own fused AdamW does the work. Composer's decoupled AdamW decays by (lr / peak) x weight_decay, which is AdamW
+with weight_decay / peak, so it needs no code of its own. Lion is not in torch; ours runs on whole lists of tensors
+(foreach), not parameter by parameter. Muon is torch's formula, which there knows no matrix that is spread.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from ingot.errors import CheckpointError
 from ingot.model.gpt import is_matrix
-from ingot.parallel.weights import fill, local
+from ingot.parallel.weights import local, on_whole, scale_to_limit
 from ingot.train.config import OptimizerConfig
 
+STATE = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
 LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}  # as dashboards know them
 
 
@@ -45,6 +46,47 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - beta2)
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal (Jordan et al. 2024), scaled to AdamW's update size (Liu et al. 2025), so that one
+    learning rate serves both. The processes that share the matrices of a spread model each work on some of them."""
+
+    def __init__(self, parameters: list[Tensor], lr: float, momentum: float, weight_decay: float):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            alike: dict[object, list[Tensor]] = {}  # matrices of one shape, spread in one way
+            for p in group["params"]:
+                if p.grad is not None:
+                    alike.setdefault((p.shape, getattr(p, "placements", None)), []).append(p)
+            for parameters in alike.values():
+                self._update(parameters, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
+
+    def _update(self, parameters: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+        for p in parameters:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        gradients = [local(p.grad) for p in parameters]
+        momenta = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        ahead = (g.lerp(m, momentum).bfloat16() for g, m in zip(gradients, momenta, strict=True))  # Nesterov's
+        size = 0.2 * math.sqrt(max(parameters[0].shape))
+        for p, update in zip(parameters, on_whole(orthogonal, ahead, parameters[0]), strict=True):
+            local(p).mul_(1 - lr * weight_decay).add_(update, alpha=-lr * size)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Roughly the nearest orthogonal matrix to one in bf16: five steps of a quintic Newton-Schulz iteration."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.T if tall else x
+
+
 class Optimizer:
     """One or two torch optimizers that step together under one learning-rate multiplier."""
 
@@ -66,9 +108,7 @@ class Optimizer:
             )
         if hidden:
             ordered = [p for p in self.names if p in hidden]
-            self.parts["Muon"] = torch.optim.Muon(
-                ordered, lr=config.lr, weight_decay=decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-            )  # scaled to AdamW's update size, so that one learning rate serves both
+            self.parts["Muon"] = Muon(ordered, config.lr, config.momentum, decay)
 
     def set_lr(self, multiplier: float) -> None:
         for part in self.parts.values():
@@ -83,9 +123,16 @@ class Optimizer:
                 rates[f"lr-{label}/group{number}"] = float(group["lr"])
         return rates
 
-    def step(self) -> None:
+    def step(self, overflow: Tensor | None = None) -> None:
+        """Change the weights, unless `overflow` is 1; only AdamW learns of it without waiting for the device."""
         for part in self.parts.values():
-            part.step()
+            if overflow is None:
+                part.step()
+            elif isinstance(part, torch.optim.AdamW):
+                part.found_inf = overflow  # type: ignore[attr-defined]
+                part.step()
+            elif not overflow:
+                part.step()
 
     def zero_grad(self) -> None:
         for part in self.parts.values():
@@ -100,33 +147,39 @@ class Optimizer:
                     tensors[f"{key}/{self.names[parameter]}"] = value
         return tensors
 
-    def load_state_tensors(self, tensors: Iterable[tuple[str, Tensor]], model_names: Iterable[str]) -> None:
-        """Put back what `state_tensors` gave; of a spread model, the part that belongs here."""
-        known = set(model_names)
+    def state_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the state of a whole model, given its parameters', of which this process may hold some."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            muon = self.config.name == "muon" and is_matrix(name, torch.empty(shape, device="meta"))
+            keys = STATE["muon" if muon else "lion" if self.config.name == "lion" else "adamw"]
+            found |= {f"{key}/{name}": () if key == "step" else shape for key in keys}
+        return found
+
+    def state_slots(self, stored: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that what `state_tensors` gave belongs in, made where there are none yet; names that belong to
+        other processes are passed over."""
         parameters: dict[str, list[Tensor]] = {}
         for parameter, name in self.names.items():
             parameters.setdefault(name, []).append(parameter)
         owner = {p: part for part in self.parts.values() for group in part.param_groups for p in group["params"]}
-        for name, tensor in tensors:
+        for name, dtype, shape in stored:
             key, _, parameter_name = name.partition("/")
-            if parameter_name not in known:
-                raise CheckpointError(f"the checkpoint has optimizer state for {parameter_name}, which the model lacks")
             for parameter in parameters.get(parameter_name, []):
-                if tensor.shape == parameter.shape:
-                    state = torch.empty_like(parameter, dtype=tensor.dtype)
-                    fill(state, tensor.to(parameter.device))
-                else:  # the `step` counter
-                    state = tensor.to(parameter.device).clone()
-                owner[parameter].state[parameter][key] = state
+                state = owner[parameter].state[parameter]
+                if key not in state and tuple(shape) == parameter.shape:
+                    state[key] = torch.empty_like(parameter, dtype=dtype)
+                elif key not in state:  # the `step` counter
+                    state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
+                yield name, state[key]
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale gradients to a global norm of at most `limit`; gives the norm before, on the device."""
-    parameters = list(parameters)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-    if limit is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
-    return norm
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, scale: Tensor | None = None) -> Tensor:
+    """Divide gradients by `scale` and bring them to a global norm of at most `limit`; gives the norm between the two,
+    on the device."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return scale_to_limit(gradients, norm, limit, scale)
 
 
 def _decay_groups(parameters: list[Tensor], decay: float, vector_decay: float) -> list[dict]:

@@ -1,7 +1,4 @@
-"""The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued.
-
-config.yaml  metrics.jsonl  checkpoints/STEP/  tokenizer/  logs/  tensorboard/
-"""
+"""The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued."""
 
 import json
 import os
@@ -10,28 +7,43 @@ from pathlib import Path
 from typing import Any
 
 from ingot.checkpoint.manifest import Manifest, write_atomically
-from ingot.checkpoint.store import CHECKPOINTS
 from ingot.config.load import to_yaml
 from ingot.errors import CheckpointError, disk_error
 from ingot.train.config import RunConfig
+from ingot.train.lease import Lease
+from ingot.train.run_files import (
+    CHECKPOINTS,
+    CONFIG,
+    FAILURES,
+    FINISHED,
+    GUARDS,
+    LOGS,
+    METRICS,
+    SAMPLES,
+    STOP,
+    TENSORBOARD,
+    TOKENIZER,
+)
 
-CONFIG, METRICS, LOGS, TOKENIZER = "config.yaml", "metrics.jsonl", "logs", "tokenizer"
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, "tensorboard")
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES)
 
 # A run that continued with another value here would not be the run that the checkpoint is of.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
          "optimizer.name")  # fmt: skip
-EXECUTION = ("name", "save_folder", "load_path", "device", "device_train_microbatch_size",
-             "activation_checkpointing", "compile", "deterministic", "parallel", "log_interval", "loggers",
-             "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer", "save_interval",
-             "save_num_checkpoints_to_keep", "eval_interval", "device_eval_batch_size", "max_duration")  # fmt: skip
+EXECUTION = ("name", "max_wall_time", "hang_timeout", "save_folder", "load_path", "device",
+             "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic",
+             "parallel", "log_interval", "loggers", "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer", "save_interval",
+             "save_num_checkpoints_to_keep", "save_keep_every", "save_weights_only", "state_dict_type", "remote_save",
+             "eval_interval", "device_eval_batch_size", "max_duration")  # fmt: skip
 
 
-def open_run_folder(config: RunConfig, fresh: bool) -> Path:
-    """Make the folder, emptied of an earlier run if asked; fail now if it cannot be written."""
+def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
+    """Make the folder and own it, emptied of an earlier run if asked; fail now if it cannot be written."""
     run = Path(config.run_folder)
     try:
         run.mkdir(parents=True, exist_ok=True)
+        lease = Lease(run)
+        (run / STOP).unlink(missing_ok=True)  # whoever starts a run wants it to run
         if fresh:
             for name in OURS:
                 path = run / name
@@ -46,7 +58,7 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Path:
         (run / LOGS).mkdir(exist_ok=True)
     except OSError as error:
         raise disk_error("write the run folder", run, error) from None
-    return run
+    return lease
 
 
 def write_config(run: Path, config: RunConfig) -> None:

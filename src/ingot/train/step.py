@@ -4,6 +4,8 @@ The loss of a batch is the mean over all its loss-bearing tokens, wherever they 
 memory and speed, never the result.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +16,7 @@ from ingot.data.loader import Batch
 from ingot.model.gpt import IGNORE
 from ingot.train.config import RunConfig
 from ingot.train.device import autocast
+from ingot.train.loss_scale import LossScale
 from ingot.train.optimizer import Optimizer, clip_gradients
 
 if TYPE_CHECKING:
@@ -31,24 +34,27 @@ class TrainStep:
         device: torch.device,
         micro: int,
         spread: "Spread | None" = None,
+        accept: Callable[[Tensor, Tensor], bool] = lambda loss, norm: True,
     ):
         self.config, self.model, self.optimizer, self.spread = config, model, optimizer, spread
         self.device, self.micro = device, micro
+        self.accept = accept  # may refuse an update, having seen loss and gradient norm
         self.updating = False  # whether the optimizer has begun to change weights
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+        self.scaler = LossScale(device, enabled=config.precision == "fp16")
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Train on a batch; gives its mean loss (of a spread model, this process's share of it) and the gradient norm
         before clipping, both on the device."""
         loss = self.accumulate(batch)
-        for part in self.optimizer.parts.values():
-            self.scaler.unscale_(part)
-        limit = self.config.gradient_clipping
-        norm = self.spread.clip_gradients(limit) if self.spread else clip_gradients(self.model.parameters(), limit)
-        self.updating = True
-        for part in self.optimizer.parts.values():
-            self.scaler.step(part)
-        self.scaler.update()
+        limit, scale = self.config.gradient_clipping, self.scaler.factor if self.scaler.enabled else None
+        clip = self.spread.clip_gradients if self.spread else partial(clip_gradients, self.model.parameters())
+        norm = clip(limit, scale)
+        if self.accept(loss, norm):
+            self.updating = True
+            overflow = (~norm.isfinite()).float() if self.scaler.enabled else None
+            self.optimizer.step(overflow)
+            if overflow is not None:
+                self.scaler.update(overflow)
         self.optimizer.zero_grad()
         self.updating = False
         return loss, norm
@@ -73,11 +79,13 @@ class TrainStep:
         if self.spread.pipeline is None:
             return self._microbatches(batch, batch_tokens)
         inputs, labels = to_device(batch.tokens, self.device), to_device(batch.labels, self.device)
-        return self.spread.pipeline.accumulate(inputs, labels, count, batch_tokens)
+        scale = self.scaler.factor
+        return self.spread.pipeline.accumulate(inputs, labels, count, batch_tokens / scale) / scale
 
     def _microbatches(self, batch: Batch, batch_tokens: int | Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         rows = len(batch.tokens)
+        divisor = batch_tokens / self.scaler.factor if self.scaler.enabled else batch_tokens
         for start in range(0, rows, self.micro):
             inputs, labels = (
                 to_device(a[start : start + self.micro], self.device) for a in (batch.tokens, batch.labels)
@@ -85,10 +93,10 @@ class TrainStep:
             if self.spread is not None:
                 self.spread.before_backward(last=start + self.micro >= rows)
             with autocast(self.config.precision, self.device):
-                loss = self.model(inputs, labels) / batch_tokens
-            self.scaler.scale(loss).backward()
+                loss = self.model(inputs, labels) / divisor
+            loss.backward()
             total += loss.detach()
-        return total
+        return total / self.scaler.factor if self.scaler.enabled else total
 
     def _microbatch_count(self) -> int:
         """Microbatches per step, the same on every process: collectives must meet."""

@@ -7,6 +7,8 @@ so a run that is killed and started again goes on from its last checkpoint as if
 import json
 import math
 import time
+from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,25 +17,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.checkpoint.load import fill_parameters, open_weights
-from ingot.checkpoint.store import (
-    MODEL,
-    OPTIMIZER,
-    RNG,
-    CheckpointTensors,
-    clear_drafts,
-    keep_newest,
-    load_tensors,
-    newest_good_checkpoint,
-    restore_rng,
-    rng_tensors,
-    save_checkpoint,
-)
+from ingot.checkpoint.manifest import write_atomically
+from ingot.checkpoint.store import clear_drafts
 from ingot.config.time import Clock
 from ingot.data.dataset import Dataset, open_dataset
 from ingot.data.loader import Batch, Loader
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
-from ingot.errors import CheckpointError, ConfigError, IngotError, disk_error
+from ingot.errors import CheckpointError, ConfigError
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token, parameter_shapes
 from ingot.model.init import build_model
@@ -42,7 +32,6 @@ from ingot.parallel.place import find_place
 from ingot.parallel.world import join_world, leave_world
 from ingot.train.config import RunConfig
 from ingot.train.device import (
-    check_precision,
     check_spread,
     choose_compile,
     choose_device,
@@ -54,12 +43,20 @@ from ingot.train.device import (
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.events import Reporter, Row
 from ingot.train.fingerprint import code_hash, config_hash
+from ingot.train.guards import CorruptReplica, Finding, Guard
+from ingot.train.heartbeat import Heartbeat
+from ingot.train.lease import Lease
 from ingot.train.memory import OutOfMemory, is_out_of_memory
 from ingot.train.microbatch import choose_microbatch
 from ingot.train.optimizer import Optimizer
-from ingot.train.run_folder import TOKENIZER, changed_keys, check_disk_space, open_run_folder, write_config
+from ingot.train.run_files import FINISHED, GUARDS, TOKENIZER
+from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, write_config
+from ingot.train.sample_log import SampleLog, cut_back
+from ingot.train.saving import Saving
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
+from ingot.train.stop import StopRequest
+from ingot.train.window import Window
 from ingot.version import __version__
 
 if TYPE_CHECKING:
@@ -74,27 +71,31 @@ class Result:
     batches: int
     loss: float | None
     evaluation: Evaluation | None
+    stopped: str = ""
+    """Why it stopped before its end; empty if it has finished."""
 
 
 def train(config: RunConfig, reporter: Reporter, fresh: bool = False) -> Result:
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    try:
-        result = Trainer(config, reporter, fresh).fit()
+    with ExitStack() as cleanup:
+        cleanup.callback(reporter.end)
+        result = Trainer(config, reporter, cleanup, fresh).fit()
         leave_world()
         return result
-    finally:
-        reporter.end()
 
 
 class Trainer:
     """Everything that a run needs, built and checked before the first step."""
 
-    def __init__(self, config: RunConfig, reporter: Reporter, fresh: bool = False):
+    def __init__(self, config: RunConfig, reporter: Reporter, cleanup: ExitStack, fresh: bool = False):
         self.config, self.reporter = config, reporter
+        self.heartbeat = Heartbeat(config.hang_timeout)
+        self.folder = Path(config.run_folder)
+        self.stop = StopRequest(self.folder, config.max_wall_time.seconds if config.max_wall_time else None)
+        cleanup.callback(self.stop.close)
         # Whatever can be wrong with the input is found before the run folder is touched.
         place = find_place()
         self.device, why = choose_device(config, place.local_rank)
-        check_precision(config, self.device)
         self.layout, layout_why = choose_layout(
             config.parallel, place.world, config.model, config.max_seq_len, config.global_train_batch_size
         )
@@ -147,10 +148,6 @@ class Trainer:
             self.spread.init_weights(config.seed)
             model, self.names = self.spread.roots[0], self.spread.names
         self.shapes = parameter_shapes(config.model)
-        if config.load_path is not None:
-            _, tensors = open_weights(Path(config.load_path))
-            fill_parameters(self.names, self.shapes, tensors, config.load_path)
-            reporter.note(f"weights from {config.load_path}")
         parameters = sum(map(math.prod, self.shapes.values()))
         reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
         self.optimizer = Optimizer(config.optimizer, self.names)
@@ -163,17 +160,32 @@ class Trainer:
         runnable: Any = torch.compile(model, dynamic=False) if compiled and self.spread is None else model
         reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
         self.runnable = runnable
-        self.step = TrainStep(config, runnable, self.optimizer, self.device, micro, self.spread)
+        self.step = TrainStep(config, runnable, self.optimizer, self.device, micro, self.spread, self._accept)
+        total_loss = self.spread.total_loss if self.spread is not None else None
+        self.guard = Guard(config.guards, total_loss, scaled=config.precision == "fp16")
+        self.finding: Finding | None = None
+        self.left_out: set[int] = set()  # batches that a guard decided not to train on
+        self.samples = SampleLog(self.folder, place.rank) if config.loggers.samples else None
 
+        self.lease: Lease | None = None
         if self.first:
-            self.folder = open_run_folder(config, fresh)
+            self.lease = open_run_folder(config, fresh)
+            cleanup.callback(self.lease.release)
             check_disk_space(self.folder, 12 * parameters)  # fp32 weights and two moments
             clear_drafts(self.folder)
         if self.world is not None:
             self.world.agree("folder", {})  # nobody looks for checkpoints before rank 0 has cleared the folder
-            self.folder = Path(config.run_folder)
+        self.saving = Saving(
+            config, self.clock, self.names, self.shapes, self.optimizer, reporter, self.world, self.spread
+        )
+        cleanup.callback(self.saving.close)
+        if fresh:
+            self.saving.start_over()
         reporter_state = self._resume()
         if self.first:
+            cut_back(self.folder, self.batch)
+            if self.batch < self.total:
+                (self.folder / FINISHED).unlink(missing_ok=True)
             write_config(self.folder, config)
             if self.tokenizer is not None:
                 self.tokenizer.save(self.folder / TOKENIZER)
@@ -192,63 +204,142 @@ class Trainer:
         eval_every = self.clock.interval(config.eval_interval)
         loss: float | None = None
         evaluation: Evaluation | None = None
-        seed = config.sources.train.shuffle_seed if config.sources.train.shuffle_seed is not None else config.seed
-        loader = Loader(
-            self.data, config.global_train_batch_size, seed=seed, shuffle=config.sources.train.shuffle,
-            prefetch=config.sources.prefetch_batches, part=self._part(),
-        )  # fmt: skip
-        batches = loader.batches(self.batch)
+        reason = ""
+        batches = self._open_batches()
         last_save = time.monotonic()
-        window_start, window_batches, waited = time.perf_counter(), 0, 0.0
+        window = Window()
         try:
-            while self.batch < self.total:
-                asked = time.perf_counter()
-                batch = next(batches)
-                waited += time.perf_counter() - asked
-                self.optimizer.set_lr(lr_multiplier(config.scheduler, self.clock, self.batch))
-                if self.spread is not None and self._has_dropout:
-                    # each process draws its own masks, anew for each step: nothing to save, whatever the layout
-                    torch.manual_seed(hash((config.seed, self.batch, dist.get_rank())) % 2**63)
-                step_loss, norm = self._step(batch)
+            while self.batch < self.total and not reason:
+                self.heartbeat.step(self.batch)
+                with window.waiting("data"):
+                    batch = next(batches)
                 self.batch += 1
-                window_batches += 1
+                window.batches += 1
                 last = self.batch == self.total
+                save_due = last or self._save_due(last_save)
                 row: Row | None = None
-                if last or self.batch % log_every == 0:
-                    loss, row = self._measure(step_loss, norm, window_start, window_batches, waited)
+                if self.batch not in self.left_out:
+                    step_loss, norm = self._step(batch)
+                    if save_due:
+                        self.finding = self.finding or self.guard.settle()  # what is saved has been judged
+                    if self.finding is not None and self._back_after(self.finding, batch):
+                        batches.close()
+                        batches = self._open_batches()
+                        continue
+                    if self.samples is not None and self.batch not in self.left_out:
+                        self.samples.write(self.batch, batch.samples)
+                    if last or self.batch % log_every == 0:
+                        loss, row = self._measure(step_loss, norm, window)
                 if self.eval_data is not None and (last or (eval_every and self.batch % eval_every == 0)):
+                    self.heartbeat.pause()
                     evaluation = self.evaluate()
                     row = (row or self._position()) | evaluation.metrics()
                 if row is not None:
                     self.reporter.row(row, self.batch)
-                    window_start, window_batches, waited = time.perf_counter(), 0, 0.0
-                if last or self._save_due(last_save):
-                    self._save(final=last)
+                    window = Window()
+                reason = self.stop.after_step() if not last else ""
+                self._check_replicas()
+                self.saving.after_step()
+                if self.lease is not None:
+                    self.lease.check()
+                if reason or save_due:
+                    self.heartbeat.pause()
+                    with window.waiting("checkpoint"):
+                        self._save(final=last or bool(reason))
                     last_save = time.monotonic()
-                    window_start, window_batches, waited = time.perf_counter(), 0, 0.0
         finally:
             batches.close()
-        return Result(self.folder, self.batch, loss, evaluation)
+            if self.samples is not None:
+                self.samples.close()
+        if reason:
+            self.reporter.note(f"stopped after batch {self.batch} of {self.total}: {reason}")
+        elif self.first:
+            write_atomically(self.folder / FINISHED, f"{self.batch}\n")
+        return Result(self.folder, self.batch, loss, evaluation, reason)
+
+    def _open_batches(self) -> Generator[Batch, None, None]:
+        """The batches that are still to come."""
+        source = self.config.sources.train
+        seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
+        loader = Loader(
+            self.data, self.config.global_train_batch_size, seed=seed, shuffle=source.shuffle,
+            prefetch=self.config.sources.prefetch_batches, part=self._part(),
+        )  # fmt: skip
+        return loader.batches(self.batch)
+
+    def _accept(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Whether a step may change the weights."""
+        self.finding = self.guard.look(self.batch, loss, norm)
+        return self.finding is None
+
+    def _back_after(self, finding: Finding, batch: Batch) -> bool:
+        """Deal with a finding by its policy; says whether the run has gone back to a checkpoint."""
+        self.finding = None
+        if finding.policy == "stop":
+            raise finding.error()
+        self.left_out.add(finding.batch)
+        if len(self.left_out) > self.config.guards.max_skips:
+            raise finding.error(f", and guards.max_skips={self.config.guards.max_skips} batches were left out already")
+        back = finding.policy == "rollback"
+        if back:
+            if self.samples is not None:
+                self.samples.close()
+            self.batch = -1
+            state = self._resume()
+            if self.batch < 0:
+                raise finding.error(" and there is no checkpoint yet to go back to")
+            self.reporter.rewind(self.batch, state)
+        if self.world is not None:
+            dist.barrier()  # nobody writes samples before they are cut back
+        if self.first:
+            if back:
+                cut_back(self.folder, self.batch)
+            action = f"back to batch {self.batch}, and without it from there" if back else "left out"
+            ids = np.sort(self._samples_of(finding.batch)).tolist()
+            line = {"batch": finding.batch, "what": finding.what, "action": action, "samples": ids}
+            with (self.folder / GUARDS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self.reporter.warn(f"{finding.what} at batch {finding.batch}: {action}; its samples are in {GUARDS}")
+        if self.world is not None:
+            dist.barrier()
+        return back
+
+    def _samples_of(self, batch: int) -> np.ndarray:
+        source, size = self.config.sources.train, self.config.global_train_batch_size
+        seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
+        return self.data.order(seed, source.shuffle).take(np.arange((batch - 1) * size, batch * size))
+
+    def _check_replicas(self) -> None:
+        """Compare weights that should be the same on several processes; a corrupted one ends the run."""
+        every = self.clock.interval(self.config.guards.checksum_interval)
+        if self.spread is None or not every or self.batch % every:
+            return
+        if odd := self.spread.differing_replicas():
+            ranks, name = odd
+            raise CorruptReplica(
+                f"after batch {self.batch}, rank {', '.join(map(str, ranks))} holds other weights than its replicas "
+                f"({name}): memory or arithmetic there is faulty; run again without that machine"
+            )
 
     def _step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on a batch. If it does not fit into memory, the same batch again, in microbatches half as large."""
+        self.optimizer.set_lr(lr_multiplier(self.config.scheduler, self.clock, self.batch - 1))
+        if self.spread is not None and self._has_dropout:
+            # each process draws its own masks, anew for each step: nothing to save, whatever the layout
+            torch.manual_seed(hash((self.config.seed, self.batch - 1, dist.get_rank())) % 2**63)
         while True:
             try:
                 return self.step.run(batch)
             except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory error is a RuntimeError too
                 if not is_out_of_memory(error):
                     raise
-                place = (
-                    f"in the optimizer at batch {self.batch + 1}"
-                    if self.step.updating
-                    else f"at batch {self.batch + 1}"
-                )
+                place = f"in the optimizer at batch {self.batch}" if self.step.updating else f"at batch {self.batch}"
                 problem = OutOfMemory(place, self.step.micro, str(error).partition("\n")[0])
             # here the failed attempt's tensors are gone: the error that held them has been let go
             if problem.fits is None or self.step.updating or self.spread is not None:
                 raise problem
             self.step.retry_with(problem.fits)
-            self.reporter.warn(f"out of memory at batch {self.batch + 1}; again with microbatches of {problem.fits}")
+            self.reporter.warn(f"out of memory at batch {self.batch}; again with microbatches of {problem.fits}")
 
     def evaluate(self) -> Evaluation:
         """The loss on the validation data."""
@@ -259,7 +350,7 @@ class Trainer:
             self.runnable, self.eval_data, batch=self.config.device_eval_batch_size or self.step.micro,
             device=self.device, precision=self.config.precision, token_bytes=token_bytes(self.tokenizer, self.config),
             order=self.eval_data.order(seed, source.shuffle),
-            max_batches=self.config.eval_subset_num_batches, spread=self.spread,
+            max_batches=self.config.eval_subset_num_batches, spread=self.spread, alive=self.heartbeat.alive,
         )  # fmt: skip
 
     def _part(self) -> tuple[int, int] | None:
@@ -273,20 +364,13 @@ class Trainer:
         model = self.config.model
         return max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0
 
-    def _measure(
-        self, step_loss: torch.Tensor, norm: torch.Tensor, since: float, batches: int, waited: float
-    ) -> tuple[float, Row]:
+    def _measure(self, step_loss: torch.Tensor, norm: torch.Tensor, window: Window) -> tuple[float, Row]:
         """The row of this step. Reading the loss is the only place where the loop waits for the device."""
         loss = float(self.spread.total_loss(step_loss) if self.spread is not None else step_loss)
         grad_norm = float(norm)
-        if not math.isfinite(loss):
-            raise IngotError(
-                f"the loss is {loss} at batch {self.batch}; lower optimizer.lr, lengthen scheduler.t_warmup or look at "
-                "the data, and run the same command to continue from the last checkpoint"
-            )
-        elapsed = time.perf_counter() - since
+        elapsed = window.seconds
         self.train_seconds += elapsed
-        rate = batches / elapsed
+        rate = window.batches / (elapsed - window.checkpoint)
         samples, tokens = self.config.global_train_batch_size, self._batch_tokens
         row = self._position() | {
             "loss/train/total": loss,
@@ -300,7 +384,8 @@ class Trainer:
             "throughput/device/tokens_per_sec": rate * tokens / self.layout.size,
             "throughput/device/mfu": rate * tokens * self.flops / self.peak / self.layout.size,
             "throughput/device/mfu_causal": rate * tokens * self.causal_flops / self.peak / self.layout.size,
-            "time/data": waited / elapsed,
+            "time/data": window.data / elapsed,
+            "time/checkpoint": window.checkpoint / elapsed,
             "time/train": self.train_seconds / 3600,
             "time/remaining_estimate": (self.total - self.batch) / rate / 3600,
             "trainer/device_train_microbatch_size": self.step.micro,
@@ -308,6 +393,8 @@ class Trainer:
         }
         if self.spread is not None:
             row |= self._over_ranks(row)
+        if window.checkpoint:
+            row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
         if self.config.precision == "fp16":
             row["trainer/loss_scale"] = float(self.step.scaler.get_scale())
         return loss, row
@@ -348,73 +435,59 @@ class Trainer:
         return bool(every) and self.batch % every == 0
 
     def _save(self, final: bool) -> None:
-        tensors: dict[str, dict[str, torch.Tensor]] = {
-            MODEL: self._whole({name: parameter for parameter, name in self.names.items()}),
-            OPTIMIZER: self._whole(self.optimizer.state_tensors()),
-            RNG: rng_tensors(),
-        }
-        if not self.first:
-            return
-        state = {
+        self.saving.save(self.batch, self._state, final)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors."""
+        return {
             "config": json.loads(self.config.model_dump_json()),
             "progress": self._position(),
             "train_seconds": self.train_seconds,
             "scaler": self.step.scaler.state_dict(),
             "data": self.data.state(),
+            "left_out": sorted(self.left_out),
+            "guard": self.guard.state(),
+            "tokenizer": self.tokenizer.fingerprint() if self.tokenizer is not None else None,
             "versions": {"ingot": __version__, "torch": torch.__version__},
+            "reporter": self.reporter.state(),
         }
-        try:
-            state["reporter"] = self.reporter.state()
-            path = save_checkpoint(self.folder, self.batch, tensors, state)
-            keep_newest(self.folder, self.config.save_num_checkpoints_to_keep)
-        except OSError as error:
-            problem = disk_error("save a checkpoint in", self.folder, error)
-            if final:
-                raise problem from None
-            self.reporter.warn(f"{problem}; the run goes on, and tries again at the next save_interval")
-            return
-        self.reporter.note(f"saved {path}")
-
-    def _whole(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Named tensors, or their shards gathered on the first process, which alone writes."""
-        if self.spread is None:
-            return tensors
-        keys = dict.fromkeys(name.rpartition("/")[0] for name in tensors)
-        shapes = {
-            f"{key}/{name}" if key else name: () if key == "step" else shape
-            for key in keys
-            for name, shape in self.shapes.items()
-        }
-        return dict(self.spread.collect(tensors, shapes))
 
     def _resume(self) -> dict[str, Any] | None:
         """Continue from the newest good checkpoint, if there is one; gives the reporter's state in it."""
-        manifest, problems = newest_good_checkpoint(self.folder)
-        for problem in problems:
-            self.reporter.warn(f"{problem}; trying the one before it")
+        manifest = self.saving.find()
         if manifest is None:
+            if self.config.load_path is not None and self.batch == 0:
+                self.saving.load_weights(self.config.load_path)
             return None
-        if OPTIMIZER not in manifest.files:
-            fill_parameters(self.names, self.shapes, CheckpointTensors(manifest), str(manifest.folder))
+        state = manifest.state
+        if not manifest.has_training_state and manifest.step == 0:  # imported
+            self.saving.load(manifest)
             self.reporter.note(f"starting from the weights in {manifest.folder}")
             return None
         for text in changed_keys(self.config, manifest):
             self.reporter.note(f"since the checkpoint, {text}")
-        self.data.resume(manifest.state["data"], manifest.step * self.config.global_train_batch_size)
-        fill_parameters(self.names, self.shapes, CheckpointTensors(manifest), str(manifest.folder))
-        state = CheckpointTensors(manifest, OPTIMIZER)
-        self.optimizer.load_state_tensors(((name, state.get(name)) for name in state.names()), self.shapes)
-        restore_rng(load_tensors(manifest, RNG))
-        self.step.scaler.load_state_dict(manifest.state["scaler"])
         if manifest.step > self.total:
             raise CheckpointError(
                 f"{manifest.folder} is past max_duration={self.config.max_duration} ({self.total} batches); ask for "
                 "more, or start over with --fresh"
             )
+        if not manifest.has_training_state and manifest.step < self.total:
+            raise CheckpointError(
+                f"{manifest.folder} was saved with save_weights_only and cannot be continued; train on from its "
+                f"weights in another folder with load_path={manifest.folder}, or start over with --fresh"
+            )
+        tokenizer = self.tokenizer.fingerprint() if self.tokenizer is not None else None
+        if None not in (tokenizer, state.get("tokenizer")) and tokenizer != state["tokenizer"]:
+            raise CheckpointError(f"{manifest.folder} was trained with another tokenizer; put it back, or use --fresh")
+        self.data.resume(state["data"], manifest.step * self.config.global_train_batch_size)
+        self.saving.load(manifest)
+        self.step.scaler.load_state_dict(state["scaler"])
+        self.left_out |= set(state.get("left_out", []))
+        self.guard.restore(state.get("guard", []))
         self.batch = manifest.step
-        self.train_seconds = float(manifest.state.get("train_seconds", 0.0))
+        self.train_seconds = float(state.get("train_seconds", 0.0))
         self.reporter.note(f"resumed from {manifest.folder} at batch {self.batch} of {self.total}")
-        return manifest.state.get("reporter")
+        return state.get("reporter")
 
 
 def token_bytes(tokenizer: Tokenizer | None, config: RunConfig) -> np.ndarray | None:

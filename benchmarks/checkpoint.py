@@ -1,0 +1,284 @@
+"""What a checkpoint costs: our save and load against torch.save and plain DCP, on the same state in the same run.
+
+    python benchmarks/checkpoint.py                       # one process, about 500 MB of state on a CPU; 1b on a GPU
+    python benchmarks/checkpoint.py --processes 2         # FSDP2 over gloo
+    python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json --processes 1 2
+
+For each: the stall of the training loop, the time until the checkpoint is on the disk, its bytes, the time to load it,
+and the time of a training step while it is being written against other steps. Medians of several repetitions, taken in
+turn, with the least and the greatest. `torch.save` writes no fsync and no hash; ours does both.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+
+from ingot.checkpoint.manifest import MODEL, OPTIMIZER
+from ingot.checkpoint.ranks import Ranks
+from ingot.checkpoint.remote import newest_good
+from ingot.checkpoint.saver import Saver
+from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
+from ingot.config.load import load_config
+from ingot.parallel.place import find_place
+from ingot.parallel.weights import local, local_offsets
+from ingot.parallel.world import join_world, leave_world
+from ingot.train.config import RunConfig
+from ingot.train.optimizer import Optimizer
+
+REPEATS = 5
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+class Bench:
+    """A model with its optimizer state, one or several processes, and a folder for each way of saving."""
+
+    def __init__(self, folder: Path, processes: int, steps: bool):
+        self.folder = folder
+        place = find_place()
+        self.device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        cuda = self.device.type == "cuda"
+        size = "gpt3-1.3b" if cuda else "gpt3-125m"
+        width = [] if cuda else ["model.d_model=512", "model.n_heads=8", "model.n_layers=8"]
+        config = load_config(RunConfig, [size, *width, "max_seq_len=256"])
+        self.world = join_world(place, self.device, 60) if processes > 1 else None
+        self.first = place.rank == 0
+        self.spread: Any = None
+        if self.world is None:
+            from ingot.model.init import build_model
+
+            self.model: Any = build_model(config.model, 0, self.device)
+            self.model.use_kernel("sdpa", 256, self.device)
+            names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        else:
+            from ingot.parallel.apply import spread_model
+            from ingot.parallel.config import Layout, ParallelConfig
+
+            self.spread = spread_model(
+                config.model, ParallelConfig(shard=processes), Layout(shard=processes), self.device, seq_len=256,
+                precision="fp32", kernel="sdpa", recompute=None, compiled=False,
+            )  # fmt: skip
+            self.spread.init_weights(0)
+            self.model, names = self.spread.roots[0], self.spread.names
+        self.optimizer = Optimizer(config.optimizer, names)
+        self.names = names
+        batch = 8 if cuda else 1
+        self.tokens = torch.randint(0, config.model.vocab_size, (batch, 256), device=self.device)
+        self.step()
+
+    def step(self) -> None:
+        self.model(self.tokens, self.tokens).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.sync()
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        self.sync()
+        if self.world is not None:
+            dist.barrier()
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {MODEL: {n: p for p, n in self.names.items()}, OPTIMIZER: self.optimizer.state_tensors()}
+
+    def flat(self) -> dict[str, torch.Tensor]:
+        return {f"{kind}/{name}": t.detach() for kind, content in self.tensors().items() for name, t in content.items()}
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """Seconds until all processes are through."""
+        self.meet()
+        began = time.perf_counter()
+        action()
+        self.meet()
+        return time.perf_counter() - began
+
+    # --- ways to save
+
+    def ours(self) -> Saver:
+        saver = Saver(self.folder / "ours", self.world)
+        for part in self.optimizer.parts.values():
+            part.register_step_pre_hook(lambda *_: saver.before_update())
+        saver.prepare(self.tensors())
+        saver.wait()
+        return saver
+
+    def torch_save(self) -> None:
+        """The full state, gathered to the first process where there are several."""
+        whole = self.flat()
+        if self.spread is not None:
+            from ingot.parallel.weights import gather
+
+            whole = {name: gather(tensor) for name, tensor in whole.items()}
+        if self.first:
+            torch.save(whole, self.folder / "full.pt")
+
+    def dcp_save(self) -> None:
+        dcp.save(self.flat(), checkpoint_id=str(self.folder / "dcp"), no_dist=self.world is None)
+
+
+def measure(folder: Path, processes: int) -> dict[str, Any]:
+    bench = Bench(folder, processes, steps=True)
+    saver = bench.ours()
+    rows: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        rows.setdefault(name, []).append(value)
+
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    for number in range(1, REPEATS + 1):
+        note("torch.save, stall", bench.timed(bench.torch_save))
+        note("dcp.save, stall", bench.timed(bench.dcp_save))
+        if bench.first:
+            shutil.rmtree(folder / "dcp-async", ignore_errors=True)
+        bench.meet()
+        began = time.perf_counter()
+        future: Any = dcp.async_save(
+            bench.flat(), checkpoint_id=str(folder / "dcp-async"), no_dist=bench.world is None, planner=planner
+        )
+        note("dcp.async_save, stall", time.perf_counter() - began)
+        future.result()
+        note("dcp.async_save, total", time.perf_counter() - began)
+        bench.meet()
+        began = time.perf_counter()
+        saver.save(number, bench.tensors(), {})
+        note("ingot, stall", time.perf_counter() - began)
+        saver.wait()
+        note("ingot, total", time.perf_counter() - began)
+        assert saver.problem is None, saver.problem
+        if bench.first and number > 1:
+            shutil.rmtree(folder / "ours" / CHECKPOINTS / str(number - 1))
+
+    # loading, on top of what is there; the files are in the page cache for both
+    flat, ranks = bench.flat(), Ranks(bench.world, "bench")
+
+    def load_ours() -> None:
+        manifest, problems = newest_good(folder / "ours", ranks)
+        assert manifest is not None and not problems
+        for section, content in bench.tensors().items():
+            stored = CheckpointTensors(manifest, section)
+            with torch.no_grad():
+                for name, tensor in content.items():
+                    stored.read(name, local(tensor), local_offsets(tensor))
+
+    for _ in range(REPEATS):
+        note("ingot, load", bench.timed(load_ours))
+        note(
+            "dcp.load",
+            bench.timed(lambda: dcp.load(flat, checkpoint_id=str(folder / "dcp"), no_dist=bench.world is None)),
+        )
+
+    # steps: as many during saves as there are, each followed by as many without
+    step = REPEATS
+    while len(rows.get("step, while saving", [])) < 20:
+        step += 1
+        bench.meet()
+        saver.save(step, bench.tensors(), {})
+        during = 0
+        while _alive(saver, bench):
+            note("step, while saving", bench.timed(bench.step))
+            during += 1
+        if bench.first:
+            shutil.rmtree(folder / "ours" / CHECKPOINTS / str(step - 1), ignore_errors=True)
+        for _ in range(max(during, 3)):
+            note("step, otherwise", bench.timed(bench.step))
+    sizes = {
+        "ingot": _bytes(folder / "ours" / CHECKPOINTS / str(step)),
+        "torch.save": _bytes(folder / "full.pt"),
+        "dcp.save": _bytes(folder / "dcp"),
+    }
+    result = {
+        "processes": processes,
+        "device": torch.cuda.get_device_name() if bench.device.type == "cuda" else platform.processor() or "cpu",
+        "state_bytes": sum(t.nbytes for t in bench.flat().values()),
+        "bytes": sizes,
+        "seconds": {name: spread(values) for name, values in rows.items()},
+        "ratios": _ratios(rows, sizes),
+    }
+    if bench.world is not None:
+        leave_world()
+    return result
+
+
+def _alive(saver: Saver, bench: Bench) -> bool:
+    """Whether any process is still writing, the same on all."""
+    alive = saver._thread is not None and saver._thread.is_alive()
+    if bench.world is None:
+        return alive
+    flag = torch.tensor(float(alive))
+    dist.all_reduce(flag)
+    return bool(flag)
+
+
+def _ratios(rows: dict[str, list[float]], sizes: dict[str, int]) -> dict[str, float]:
+    def of(name: str) -> float:
+        return statistics.median(rows[name])
+
+    return {
+        "stall / torch.save (goal < 0.1)": of("ingot, stall") / of("torch.save, stall"),
+        "stall / dcp.async_save": of("ingot, stall") / of("dcp.async_save, stall"),
+        "bytes / torch.save (goal <= 1)": sizes["ingot"] / sizes["torch.save"],
+        "load / dcp.load (goal <= 1)": of("ingot, load") / of("dcp.load"),
+        "step while saving / otherwise (goal < 1.1)": of("step, while saving") / of("step, otherwise"),
+    }
+
+
+def _bytes(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+
+
+def _worker(rank: int, processes: int, port: int, folder: str) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
+    result = measure(Path(folder), processes)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="Where to write checkpoints. Default: a temporary folder here.")
+    options = parser.parse_args()
+    results = []
+    for processes in options.processes:
+        with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".bench-") as folder:
+            if processes == 1:
+                result = measure(Path(folder), 1)
+            else:
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                mp.spawn(_worker, args=(processes, store.port, folder), nprocs=processes)
+                result = json.loads(Path(folder, "result.json").read_text())
+        print(json.dumps(result, indent=1))
+        results.append(result)
+    content = {
+        "command": f"python benchmarks/checkpoint.py --processes {' '.join(map(str, options.processes))}",
+        "torch": torch.__version__, "cpus": os.cpu_count(), "system": platform.platform(), "results": results,
+    }  # fmt: skip
+    if options.out:
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

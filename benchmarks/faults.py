@@ -1,0 +1,160 @@
+"""How much of its time a run loses to faults: ranks are killed at random, and the run must come back each time.
+
+    python benchmarks/faults.py [--seconds 240] [--mean 20] [--ranks 3] [--seed 0]
+
+Three processes train a small model over gloo. SIGKILL strikes a random rank after exponentially distributed times
+(Poisson kills). Measured: seconds from the kill to its record by the supervisor (detection) and to the next finished
+step (back), steps done twice, the stall of the training loop per checkpoint, and the effective training time: finished
+steps times the undisturbed step time, over the wall time from the first step on. It is compared with what the goodput
+formula 1 - stall/T - (T/2 + detection + restart)/MTTF makes of the same figures. The table is also written to
+benchmarks/results/faults.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ingot.data.prepare import prepare
+from ingot.data.tokenizer_training import train_tokenizer
+from ingot.launch.ladder import read_failures
+
+MODEL = ["model.d_model=128", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=512", "max_seq_len=128",
+         "global_train_batch_size=12", "precision=fp32", "data.eval=null", "save_num_checkpoints_to_keep=2"]  # fmt: skip
+SAVE_SECONDS = 2.0
+
+
+def make_data(folder: Path) -> Path:
+    """The standard library's own source as a small data set."""
+    texts = [p.read_text(encoding="utf-8", errors="ignore") for p in sorted(Path(os.__file__).parent.glob("*.py"))[:40]]
+    (folder / "text.txt").write_text("\n".join(texts), encoding="utf-8")
+    train_tokenizer(texts, 512, folder / "tokenizer")
+    prepare(folder / "text.txt", folder, split="train", tokenizer=folder / "tokenizer", concat_tokens=512)
+    return folder
+
+
+def start(data: Path, run: Path, ranks: int, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "ingot.cli.main", "train", *MODEL, f"data={data}", f"save_folder={run}",
+               f"save_interval={SAVE_SECONDS}sec", "--nproc", str(ranks), *more]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def size(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+def wait_for_step(run: Path, process: subprocess.Popen) -> float:
+    """The time of the next finished step."""
+    before = size(run)
+    while process.poll() is None:
+        now = size(run)
+        if now > before:
+            return time.time()
+        before = now
+        time.sleep(0.005)
+    raise SystemExit(f"the run ended with exit code {process.returncode}")
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def step_seconds(run: Path) -> float:
+    return statistics.median(1 / row["throughput/batches_per_sec"] for row in rows(run)[5:])
+
+
+def disturbed(data: Path, run: Path, options: argparse.Namespace) -> dict[str, Any]:
+    chance = random.Random(options.seed)
+    process = start(data, run, options.ranks, "max_duration=1000000ba")
+    events: list[dict[str, float]] = []
+    try:
+        began = wait_for_step(run, process)
+        while (left := options.seconds - (time.time() - began)) > 0:
+            time.sleep(min(left, chance.expovariate(1 / options.mean)))
+            if time.time() - began >= options.seconds:
+                break
+            done = rows(run)[-1]["time/batch"]
+            os.kill(chance.choice(ranks_of(process)), signal.SIGKILL)
+            killed = time.time()
+            while len(failures := read_failures(run)) <= len(events):
+                time.sleep(0.002)
+            found = datetime.fromisoformat(failures[-1]["time"]).timestamp()
+            back = wait_for_step(run, process)
+            events.append(
+                {"detection": found - killed, "back": back - killed, "lost": done - rows(run)[-1]["time/batch"] + 1}
+            )
+            print(f"  {time.time() - began:4.0f} s: {events[-1]}", flush=True)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+        wall = time.time() - began
+    finally:
+        process.kill()
+        process.wait()
+    if code != 75:
+        raise SystemExit(f"asked to stop, the run ended with exit code {code}")
+    return {"events": events, "wall": wall, "batches": rows(run)[-1]["time/batch"],
+            "stalls": [row["checkpoint/stall_seconds"] for row in rows(run) if row.get("time/checkpoint")]}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--mean", type=float, default=20, help="mean seconds between kills")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "faults.json")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = make_data(folder)
+        start(data, folder / "calm", options.ranks, "max_duration=200ba").wait()
+        step = step_seconds(folder / "calm")
+        print(f"undisturbed: {step * 1e3:.1f} ms a step", flush=True)
+        found = disturbed(data, folder / "run", options)
+    events, stalls = found["events"], sorted(found["stalls"])
+    detection, back = ([e[key] for e in events] for key in ("detection", "back"))
+    mttf = (found["wall"] - sum(back)) / len(events)
+    stall = statistics.mean(stalls) if stalls else 0.0
+    predicted = 1 - stall / SAVE_SECONDS - (SAVE_SECONDS / 2 + statistics.mean(back)) / (mttf + statistics.mean(back))
+    result = {
+        "command": " ".join(["python", "benchmarks/faults.py", *sys.argv[1:]]),
+        "versions": {"ingot": version("ingot"), "torch": version("torch"), "python": platform.python_version()},
+        "cores": os.cpu_count(),
+        "kills": len(events),
+        "detection_seconds": {"median": statistics.median(detection), "max": max(detection)},
+        "back_seconds": {"median": statistics.median(back), "max": max(back)},
+        "lost_steps": {"median": statistics.median(e["lost"] for e in events), "max": max(e["lost"] for e in events)},
+        "stall_seconds": {
+            "p50": stalls[len(stalls) // 2],
+            "p95": stalls[int(len(stalls) * 0.95)],
+            "saves": len(stalls),
+        },
+        "step_seconds": step,
+        "effective_time": found["batches"] * step / found["wall"],
+        "predicted_by_formula": predicted,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for key, value in result.items():
+        print(f"{key:22} {value}")
+
+
+if __name__ == "__main__":
+    main()

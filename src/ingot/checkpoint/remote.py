@@ -1,0 +1,285 @@
+"""Checkpoints by URL or path: listed, checked, fetched and uploaded alike, whether they lie in an object store or in a
+folder. The manifest goes up last and is read first, as on a disk.
+"""
+
+import json
+import re
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from ingot.checkpoint.manifest import (
+    MANIFEST,
+    File,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    steps_in,
+    verify,
+    verify_file,
+    write_manifest,
+)
+from ingot.checkpoint.ranks import Ranks
+from ingot.checkpoint.store import CHECKPOINTS, DRAFT, put_in_place, share_of
+from ingot.data.remote import Again, NotThere, Remote
+from ingot.errors import CheckpointError, DataError, DiskError, disk_error
+from ingot.parallel.world import World
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+"""What goes along with a checkpoint, so that a run can go on elsewhere."""
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint lies."""
+
+    remote: Remote
+    prefix: str
+    """Of its files' names: `checkpoints/STEP/`, or nothing where the path is the checkpoint's own."""
+
+    def __str__(self) -> str:
+        return f"{self.remote.url}/{self.prefix}".rstrip("/")
+
+    @property
+    def step(self) -> int:
+        """As its folder's name has it."""
+        return int(self.prefix.split("/")[1])
+
+    def manifest(self) -> Manifest:
+        if self.remote.folder is not None:
+            return read_manifest(self.remote.folder / self.prefix)
+        text = self.remote.read(self.prefix + MANIFEST)
+        if text is None:
+            raise CheckpointError(f"{self} is not a checkpoint: it has no {MANIFEST}")
+        return parse_manifest(text, Path(str(self)), f"{self}/{MANIFEST}")
+
+    def check(self, name: str, expected: File) -> None:
+        """Check a file's presence, size and hash."""
+        if self.remote.folder is not None:
+            verify_file(self.remote.folder / self.prefix / name, expected)
+        else:
+            self._read(name, expected, lambda chunk: None)
+
+    def fetch(self, name: str, expected: File, target: Path) -> None:
+        """Copy a file here, checked on the way."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+        def attempt() -> None:
+            with target.open("wb") as file:
+                self._stream(name, expected, file.write)
+
+        if self.remote.folder is not None:
+            verify_file(self.remote.folder / self.prefix / name, expected)
+        try:
+            self._tried(name, attempt)
+        except OSError as error:
+            raise disk_error("write", target, error) from None
+
+    def _read(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
+        self._tried(name, lambda: self._stream(name, expected, use))
+
+    def _tried(self, name: str, action: Callable[[], None]) -> None:
+        try:
+            self.remote.retry(self.prefix + name, action)
+        except NotThere:
+            raise CheckpointError(f"checkpoint {self} is incomplete: {name} is missing") from None
+
+    def _stream(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
+        digest, size = xxhash.xxh3_128(), 0
+        for chunk in self.remote.stream(self.prefix + name):
+            digest.update(chunk)
+            use(chunk)
+            size += len(chunk)
+            if size > expected.bytes:
+                break
+        if size < expected.bytes and self.remote.folder is None and size != self.remote.size(self.prefix + name):
+            raise Again(f"{name} broke off after {size} bytes")
+        if size != expected.bytes:
+            raise CheckpointError(f"{self}/{name} is truncated or changed: the manifest says {expected.bytes} bytes")
+        if digest.hexdigest() != expected.xxh3:
+            raise CheckpointError(f"{self}/{name} is corrupt: its hash differs from the manifest's")
+
+
+def find_places(where: str | Remote) -> list[Place]:
+    """The checkpoints of a run, oldest first, or the one that a path or URL is itself."""
+    remote = Remote(where) if isinstance(where, str) else where
+    if remote.size(MANIFEST) is not None:
+        return [Place(remote, "")]
+    steps = sorted(int(name) for name in remote.names(CHECKPOINTS, required=True) if re.fullmatch("[0-9]+", name))
+    places = [Place(remote, f"{CHECKPOINTS}/{step}/") for step in steps]
+    return [place for place in places if remote.size(place.prefix + MANIFEST) is not None]
+
+
+def newest_good(run: Path, ranks: Ranks, remote: Remote | None = None) -> tuple[Manifest | None, list[str]]:
+    """The newest checkpoint of a run whose files are all intact, and what was wrong with newer ones.
+
+    The processes check some files each and come to one verdict. One that only `remote` has is fetched. None if there
+    is no checkpoint yet; an error if there are some and all are damaged.
+    """
+    problems: list[str] = []
+    for step, here in json.loads(ranks.ask("-", lambda said: json.dumps(_candidates(run, remote)))):
+        if here:
+            manifest, problem = _check(run / CHECKPOINTS / str(step), ranks)
+        else:
+            assert remote is not None
+            manifest, problem = fetch_into_run(Place(remote, f"{CHECKPOINTS}/{step}/"), run, ranks)
+        if manifest is not None:
+            return manifest, problems
+        problems.append(problem)
+    if problems:
+        raise CheckpointError(f"{problems[0]}; no other checkpoint of this run is intact: start over with --fresh")
+    return None, problems
+
+
+def _candidates(run: Path, remote: Remote | None) -> list[tuple[int, bool]]:
+    """Steps and whether they are here, the best first. A store that does not answer is no store without checkpoints."""
+    steps = [(step, True) for step in steps_in(run / CHECKPOINTS)]
+    try:
+        steps += [(place.step, False) for place in find_places(remote)] if remote is not None else []
+    except DataError as error:
+        raise DiskError(f"the checkpoints cannot be listed: {error}") from None
+    return sorted(steps, reverse=True)
+
+
+def _check(folder: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
+    found: list[Manifest] = []
+
+    def own_share() -> None:
+        found.append(read_manifest(folder))
+        verify(found[0], share_of(found[0], ranks))
+
+    problem = ranks.agree(own_share)
+    return (None, problem) if problem else (found[0], "")
+
+
+def fetch(place: Place, folder: Path, ranks: Ranks, sections: list[str] | None = None) -> tuple[Manifest | None, str]:
+    """Copy a checkpoint, or some kinds of its files, into a folder, each process its share; or what went wrong."""
+    found: list[Manifest] = []
+
+    def own_share() -> None:
+        found.append(replace(place.manifest(), folder=folder))
+        for name in share_of(found[0], ranks, sections):
+            place.fetch(name, found[0].files[name], folder / name)
+
+    problem = ranks.agree(own_share)
+    return (None, problem) if problem else (found[0], "")
+
+
+def fetch_into_run(place: Place, run: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
+    """Make a checkpoint from elsewhere one of a run's own."""
+    draft = run / CHECKPOINTS / f"{DRAFT}fetch"
+    manifest, problem = fetch(place, draft, ranks)
+
+    def commit() -> None:
+        if ranks.first and manifest is not None:
+            try:
+                write_manifest(draft, manifest)
+                put_in_place(draft, manifest.step)
+            except OSError as error:
+                raise disk_error("write", draft, error) from None
+
+    if manifest is None or (problem := ranks.agree(commit)):
+        return None, problem
+    return replace(manifest, folder=run / CHECKPOINTS / str(manifest.step)), ""
+
+
+def upload(manifest: Manifest, remote: Remote, names: list[str]) -> None:
+    """Copy some files of a checkpoint that lies in a folder here; `MANIFEST` among them makes it one there."""
+    prefix = f"{CHECKPOINTS}/{manifest.step}/"
+    for name in names:
+        if remote.size(prefix + name) is not None and name == MANIFEST:
+            remote.delete([prefix + name])
+        remote.put(prefix + name, manifest.folder / name)
+
+
+def copy_checkpoint(place: Place, to: str) -> Place:
+    """Copy a checkpoint to another run folder or URL, verified before its manifest makes it one there."""
+    target = Remote(to)
+    with ExitStack() as stack:
+        manifest = place.manifest()
+        if place.remote.folder is not None:
+            verify(manifest)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-copy-")))
+            fetched, problem = fetch(place, folder, Ranks())
+            if fetched is None:
+                raise CheckpointError(problem)
+            write_manifest(folder, fetched)
+            manifest = fetched
+        try:
+            if place.prefix and place.remote.folder is not None:
+                _put_run_files(place.remote.folder, target)
+            upload(manifest, target, [*manifest.files, MANIFEST])
+        except OSError as error:
+            raise disk_error("write", to, error) from None
+    return Place(target, f"{CHECKPOINTS}/{manifest.step}/")
+
+
+def _put_run_files(run: Path, remote: Remote) -> None:
+    for name in RUN_FILES:
+        if (run / name).is_file():
+            remote.put(name, run / name)
+
+
+class Uploader:
+    """Copies of a run's checkpoints at a URL, made behind the loop and behind the next local save, one at a time."""
+
+    def __init__(self, url: str, run: Path, world: World | None, retain: Callable[[list[int]], list[int]]):
+        self.remote, self.run, self.retain = Remote(url), run, retain
+        self.ranks = Ranks(world, "upload")
+        self.news: list[tuple[str, bool]] = []
+        self.problem: str | None = None
+        self.step: int | None = None
+        """Of the checkpoint that is on its way."""
+        self._thread: threading.Thread | None = None
+
+    def start(self, folder: Path) -> None:
+        """Begin to upload a checkpoint, which must not be removed before that is done; all processes must call this."""
+        self.wait()
+        self.step = int(folder.name)
+        self._thread = threading.Thread(target=self._run, args=(folder,), name="upload", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self, folder: Path) -> None:
+        try:
+            self.problem = self.ranks.agree(lambda: self._own_share(folder)) or self.ranks.agree(
+                lambda: self._commit(folder)
+            )
+        except Exception as error:  # nothing that happens here may end the run
+            self.problem = f"{type(error).__name__}: {error}"
+        self.step = None
+        if self.problem:
+            self.news.append((f"uploading checkpoint {folder.name} to {self.remote.url} failed: {self.problem}", True))
+        else:
+            self.news.append((f"uploaded {self.remote.url}/{CHECKPOINTS}/{folder.name}", False))
+
+    def _own_share(self, folder: Path) -> None:
+        manifest = read_manifest(folder)
+        upload(manifest, self.remote, share_of(manifest, self.ranks))
+
+    def _commit(self, folder: Path) -> None:
+        if not self.ranks.first:
+            return
+        _put_run_files(self.run, self.remote)
+        upload(read_manifest(folder), self.remote, [MANIFEST])
+        self.remove(self.retain([place.step for place in find_places(self.remote)]))
+
+    def remove(self, steps: list[int]) -> None:
+        for step in steps:
+            folder = f"{CHECKPOINTS}/{step}"
+            self.remote.delete([f"{folder}/{MANIFEST}"])  # first, so that it is no checkpoint any more
+            if names := self.remote.names(folder):
+                self.remote.delete([f"{folder}/{name}" for name in names])

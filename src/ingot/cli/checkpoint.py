@@ -1,0 +1,190 @@
+"""`ingot checkpoint`: what a run has saved, wherever it lies."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ingot.checkpoint.manifest import Manifest
+    from ingot.checkpoint.remote import Place
+
+checkpoint_app = typer.Typer(help="List, verify, show, copy and consolidate checkpoints.", no_args_is_help=True)
+Where = Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="Run folder, checkpoint, or the URL of either.")]
+Step = Annotated[int | None, typer.Option(help="One of several. Default: the newest.")]
+
+
+@checkpoint_app.command("list")
+def show_list(where: Where) -> None:
+    """All checkpoints of a run.
+
+    Example: ingot checkpoint list runs/first
+    """
+    rows = []
+    for place in _places(where):
+        manifest = place.manifest()
+        held = "weights and training state" if manifest.has_training_state else "weights"
+        progress, files = manifest.state.get("progress", {}), f"{len(manifest.files)}"
+        rows.append([str(manifest.step), _tokens(progress), _size(manifest.bytes), files, held, str(place)])
+    _print(["step", "tokens", "size", "files", "holds", "where"], rows)
+
+
+@checkpoint_app.command("verify")
+def verify(where: Where) -> None:
+    """Check every file of every checkpoint against its size and hash; exit code 2 if one is damaged.
+
+    Example: ingot checkpoint verify s3://bucket/run
+    """
+    from ingot.errors import CheckpointError
+
+    problems = []
+    for place in _places(where):
+        try:
+            manifest = place.manifest()
+            for name, file in manifest.files.items():
+                place.check(name, file)
+            print(f"{place}: {len(manifest.files)} files, {_size(manifest.bytes)}, all intact")
+        except CheckpointError as error:
+            problems.append(str(error))
+            print(f"{place}: DAMAGED: {error}")
+    if problems:
+        raise CheckpointError(f"{len(problems)} damaged: {problems[0]}")
+
+
+@checkpoint_app.command("show")
+def show(
+    where: Where,
+    step: Step = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor, with type, shape and parts.")] = False,
+) -> None:
+    """What is in a checkpoint.
+
+    Example: ingot checkpoint show runs/first --step 1000 --tensors
+    """
+    from ingot.checkpoint.manifest import ITEM_BYTES
+
+    place = _pick(where, step)
+    manifest = place.manifest()
+    config, state = manifest.state.get("config", {}), manifest.state
+    model = config.get("model", {})
+    facts = {
+        "where": place,
+        "step": manifest.step,
+        "tokens": _tokens(state.get("progress", {})),
+        "size": f"{_size(manifest.bytes)} in {len(manifest.files)} files, written by {manifest.parts} processes",
+        "run": config.get("name", "?"),
+        "model": f"{model.get('family', '?')}, {_volume(manifest):,} parameters",
+        "optimizer": config.get("optimizer", {}).get("name", "?") if manifest.has_training_state else "not saved",
+        "versions": ", ".join(f"{name} {version}" for name, version in state.get("versions", {}).items()),
+    }
+    for name, value in facts.items():
+        print(f"{name:<10} {value}")
+    _print(["file", "size", "xxh3"], [[n, _size(f.bytes), f.xxh3] for n, f in manifest.files.items()])
+    rows: list[list[str]] = []
+    for section, entries in manifest.tensors.items():
+        for name, entry in entries.items():
+            count = 1
+            for length in entry.shape:
+                count *= length
+            size = _size(count * ITEM_BYTES[entry.dtype])
+            rows.append([section, name, entry.dtype, "x".join(map(str, entry.shape)), size, str(len(entry.chunks))])
+    if tensors:
+        _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)
+
+
+@checkpoint_app.command("copy")
+def copy(
+    where: Where,
+    to: Annotated[str, typer.Argument(help="Run folder or URL to copy to.")],
+    step: Step = None,
+) -> None:
+    """Copy a checkpoint, verified, with the run's config and tokenizer; its manifest comes last.
+
+    Example: ingot checkpoint copy runs/first s3://bucket/first
+    """
+    from ingot.checkpoint.remote import copy_checkpoint
+
+    print(f"copied {copy_checkpoint(_pick(where, step), to)}")
+
+
+@checkpoint_app.command("consolidate")
+def consolidate(
+    run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="New run folder.")],
+    step: Step = None,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the training state out.")] = False,
+) -> None:
+    """Put a checkpoint of many processes into one file of weights and one of training state.
+
+    Example: ingot checkpoint consolidate runs/first runs/first-whole
+    """
+    from ingot.checkpoint.manifest import MODEL, verify
+    from ingot.checkpoint.store import consolidate as write
+    from ingot.errors import CheckpointError, disk_error
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} already exists and is not empty; choose another folder")
+    manifest = _pick(str(run), step).manifest()
+    verify(manifest)
+    try:
+        print(f"wrote {write(manifest, out, [MODEL] if weights_only else list(manifest.tensors))}")
+    except OSError as error:
+        raise disk_error("write", out, error) from None
+
+
+def _places(where: str) -> "list[Place]":
+    from ingot.checkpoint.manifest import MANIFEST
+    from ingot.checkpoint.remote import find_places, is_url
+    from ingot.checkpoint.store import CHECKPOINTS
+    from ingot.errors import CheckpointError
+
+    if not is_url(where) and not Path(where).exists():
+        raise CheckpointError(f"no such run or checkpoint: {where}")
+    if not (places := find_places(where)):
+        raise CheckpointError(f"{where} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/STEP/{MANIFEST}")
+    return places
+
+
+def _pick(where: str, step: int | None) -> "Place":
+    from ingot.errors import CheckpointError
+
+    places = _places(where)
+    chosen = [place for place in places if step is None or (place.prefix and place.step == step)]
+    if not chosen:
+        raise CheckpointError(f"{where} has no checkpoint of step {step}; it has {', '.join(map(str, places))}")
+    return chosen[-1]
+
+
+def _print(columns: list[str], rows: list[list[str]]) -> None:
+    """A table on a terminal; elsewhere plain lines, one row each, however long."""
+    import sys
+
+    if not sys.stdout.isatty():
+        for row in [columns, *rows]:
+            print("\t".join(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _tokens(progress: dict[str, Any]) -> str:
+    return f"{progress['time/token']:,}" if "time/token" in progress else "-"
+
+
+def _volume(manifest: "Manifest") -> int:
+    import math
+
+    return sum(math.prod(entry.shape) for entry in manifest.tensors.get("model", {}).values())

@@ -1,0 +1,35 @@
+"""Keeping secrets out of what is written: configs are refused that hold one, and texts are stripped of those that the
+environment holds. Credentials come from the environment (or the cloud's own files) and stay there.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|ACCOUNT_KEY|CREDENTIAL|PRIVATE_KEY|SAS", re.IGNORECASE)
+IN_URL = re.compile(
+    r"(?P<user>\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@)|[?&](?P<key>sig|signature|token|key|secret|x-amz-[a-z-]+)=",
+    re.IGNORECASE,
+)
+SHORTEST = 6  # characters; a shorter value is a word that texts have by chance
+
+
+def redact(text: str, env: Mapping[str, str] = os.environ) -> str:
+    """A text without the values of the environment's secrets."""
+    for name, value in env.items():
+        if len(value) >= SHORTEST and value in text and NAMES.search(name):
+            text = text.replace(value, f"<{name}>")
+    return text
+
+
+def secret_in(values: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a config whose value is a URL with a password or a signature in it."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from secret_in(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from secret_in(value, prefix)
+    elif isinstance(values, str) and IN_URL.search(values):
+        yield prefix

@@ -1,0 +1,87 @@
+"""From a command line to a launch spec: options over the defaults of a file over the profile's, and a config that is
+checked here, on the login node, before anything is queued.
+"""
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ingot.config.load import load_config
+from ingot.errors import ConfigError
+from ingot.launch.ladder import read_history
+from ingot.launch.profiles import find_profile, launch_defaults
+from ingot.launch.spec import LaunchSpec, make_spec
+from ingot.parallel.config import choose_layout
+from ingot.train.config import RunConfig
+from ingot.train.run_files import METRICS
+
+STRIKES = 2  # failures of a node's own after which it is not used any more
+SIGNAL_SECONDS = 180  # where no save has been measured yet
+
+
+def place_training(
+    arguments: list[str], options: dict[str, Any], dialect: str | None = None
+) -> tuple[LaunchSpec, list[str]]:
+    """The spec of a training run, and sentences on what was decided."""
+    config = load_config(RunConfig, arguments, dialect=dialect)
+    run = Path(config.run_folder).absolute()
+    values, notes = _with_defaults(options)
+    values |= {"verb": "train", "run_folder": str(run), "workdir": os.getcwd(),
+               "arguments": [*(["--dialect", dialect] if dialect else []), "--", *arguments]}  # fmt: skip
+    values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", config.name)[:63])
+    if "signal_seconds" not in values:
+        values["signal_seconds"], why = signal_seconds(run)
+        notes.append(f"asks to save {values['signal_seconds']} s before the time limit: {why}")
+    if struck := strikes(run):
+        values["exclude"] = sorted({*values.get("exclude", []), *struck})
+        notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
+    spec = make_spec(values)
+    world = spec.processes * spec.nodes
+    layout, why = choose_layout(
+        config.parallel, world, config.model, config.max_seq_len, config.global_train_batch_size
+    )
+    notes.append(f"{spec.nodes} nodes x {spec.processes} processes, {layout}: {why}")
+    return spec, notes
+
+
+def _with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    defaults, source = launch_defaults()
+    notes = [f"defaults from {source}: {', '.join(sorted(defaults))}"] if source else []
+    values = defaults | {key: value for key, value in options.items() if value not in (None, [], {})}
+    values.setdefault("profile", "tcp")
+    profile = find_profile(values["profile"])
+    values.setdefault("gpus_per_node", profile.gpus_per_node)
+    return values, notes
+
+
+def signal_seconds(run: Path) -> tuple[int, str]:
+    """How long before the limit to ask: twice a save and a step, as measured in this run, and a minute for Slurm."""
+    save = step = 0.0
+    if (run / METRICS).is_file():
+        for line in (run / METRICS).read_text(encoding="utf-8").splitlines()[-1000:]:
+            row = json.loads(line)
+            save = max(save, row.get("checkpoint/write_seconds", 0.0) + row.get("checkpoint/stall_seconds", 0.0))
+            step = max(step, 1 / row["throughput/batches_per_sec"] if row.get("throughput/batches_per_sec") else 0.0)
+    if not save:
+        return SIGNAL_SECONDS, "no save of this run has been measured yet"
+    return 60 + math.ceil(2 * (save + step)), f"a save took {save:.1f} s, a step {step:.1f} s"
+
+
+def strikes(run: Path) -> dict[str, int]:
+    """Nodes that failed by themselves at least twice, over all jobs of a run."""
+    counts: dict[str, int] = {}
+    for line in read_history(run):
+        if line["kind"] in ("machine", "hang") and isinstance(line.get("host"), str):
+            counts[line["host"]] = counts.get(line["host"], 0) + 1
+    return {host: count for host, count in counts.items() if count >= STRIKES}
+
+
+def parse_env(pairs: list[str]) -> dict[str, str]:
+    """NAME=VALUE options as a dictionary."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"--env {pair!r} has no value; write --env NAME=VALUE, or --secret NAME to pass one on")
+    return dict(pair.split("=", 1) for pair in pairs)

@@ -1,0 +1,135 @@
+"""What runs on each node of a job: `python -m ingot.launch.worker --spec FILE`, started once per node by Slurm or
+Kubernetes. It sets the profile's variables, checks the node, runs this node's processes, and tells the job why they
+ended.
+
+The reason goes into files of the run folder, since exit codes get lost on the way: srun reports those that it killed
+itself. The first node to fail writes `code.ATTEMPT`; the others see it and end their processes at once.
+"""
+
+import argparse
+import os
+import re
+import resource
+import socket
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, ConfigError, IngotError
+from ingot.launch.attempt import LEFT_ALONE, Outcome, run_attempt
+from ingot.launch.ladder import judge, newest_checkpoint, read_failures, record
+from ingot.launch.node import Node
+from ingot.launch.profiles import find_profile
+from ingot.launch.spec import LaunchSpec, read_spec
+from ingot.train.run_files import FINISHED, LOGS
+
+ATTEMPT_VARIABLE = "INGOT_JOB_ATTEMPT"  # names an attempt of a job, the same on all its nodes
+PATIENCE = 3.0  # seconds for the node that failed first to say so
+HALT = "HALT"  # in the launch folder: no job of the chain need try again
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--spec", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        return Worker(read_spec(options.spec), os.environ).run()
+    except IngotError as error:
+        print(f"{socket.gethostname()}: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+class Worker:
+    """This node's part of one attempt."""
+
+    def __init__(self, spec: LaunchSpec, env: Mapping[str, str]):
+        self.spec, self.run_folder = spec, Path(spec.run_folder)
+        self.attempt = env.get(ATTEMPT_VARIABLE, "1")
+        if not re.fullmatch(r"[A-Za-z0-9.-]+", self.attempt):
+            raise ConfigError(f"{ATTEMPT_VARIABLE}={self.attempt!r} is no name of an attempt")
+        # Slurm's, an indexed job's of Kubernetes, or a PyTorchJob's
+        names = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET_NODE_RANK", "RANK")
+        self.rank = int(next((env[name] for name in names if name in env), "0"))
+        self.code_file = spec.folder / f"code.{self.attempt}"
+
+    def run(self) -> int:
+        """The exit code for srun or the pod: 0 unless something failed, so that nobody is killed while saving."""
+        verdict = judge(read_failures(self.run_folder))
+        if not verdict.again:
+            return self._end(verdict.exit_code, verdict.reason)
+        os.environ.update(self._variables())
+        os.chdir(self.spec.workdir)
+        self._limits()
+        spec = self.spec
+        node = Node(spec.processes, spec.processes * spec.nodes)
+        if spec.nodes > 1:
+            node = Node(
+                node.processes, node.world, self.rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            )
+        logs = self.run_folder / LOGS / self.attempt
+        before = newest_checkpoint(self.run_folder)
+        outcome = run_attempt([spec.verb, *spec.arguments], node, logs, self.attempt, self._others_failed)
+        if outcome.failure is None:
+            return self._end(outcome.code)
+        if outcome.failure.is_consequence and spec.nodes > 1:  # another node will say why, if it still can
+            end = time.monotonic() + PATIENCE
+            while not self._others_failed() and time.monotonic() < end:
+                time.sleep(0.05)
+        if outcome.failure.message != LEFT_ALONE and not self._others_failed():
+            self._record(outcome, newest_checkpoint(self.run_folder) > before)
+        return self._end(outcome.failure.exit_code or EXIT_FAULT, outcome.failure.message)
+
+    def _record(self, outcome: Outcome, progress: bool) -> None:
+        assert outcome.failure is not None
+        record(self.run_folder, attempt=self.attempt, rank=outcome.rank, batch=outcome.batch,
+               kind=outcome.failure.kind, message=outcome.failure.message, progress=progress)  # fmt: skip
+        print(f"{socket.gethostname()}: rank {outcome.rank} failed: {outcome.failure.message}", file=sys.stderr)
+
+    def _others_failed(self) -> bool:
+        return self.code_file.exists()
+
+    def _end(self, code: int, reason: str = "") -> int:
+        """Tell the job; the first word counts."""
+        if code in (EXIT_FINISHED, EXIT_CONTINUE) and self.rank:
+            return 0  # node 0 speaks for those that did well
+        draft = self.code_file.with_name(f".{self.code_file.name}.{self.rank}")
+        draft.write_text(f"{code}\n")
+        with suppress(FileExistsError):
+            os.link(draft, self.code_file)
+        draft.unlink()
+        final = code not in (EXIT_FINISHED, EXIT_CONTINUE, EXIT_FAULT)
+        if final and not (self.run_folder / FINISHED).exists():
+            (self.spec.folder / HALT).write_text(f"{reason}\n", encoding="utf-8")
+        return 0 if code in (EXIT_FINISHED, EXIT_CONTINUE) else code
+
+    def _variables(self) -> dict[str, str]:
+        values = find_profile(self.spec.profile).variables | self.spec.env
+        values |= {"PYTHONUNBUFFERED": "1"}
+        for name in self.spec.secrets:
+            if name not in os.environ:
+                values[name] = _read_secret(name)
+        return values
+
+    def _limits(self) -> None:
+        """As many open files and as much locked memory (for RDMA) as this user may have."""
+        for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
+            with suppress(ValueError, OSError):
+                resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
+
+
+def _read_secret(name: str) -> str:
+    """A secret that the environment lacks: from a file that its owner alone can read."""
+    path = Path.home() / ".config" / "ingot" / "secrets" / name
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise ConfigError(f"{path} can be read by others; chmod 600 it")
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise ConfigError(f"the secret {name} is neither in the environment nor in {path}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

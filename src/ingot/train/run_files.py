@@ -1,0 +1,14 @@
+"""The names in a run folder. Apart, so that a launcher can know them without loading torch."""
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+LOGS = "logs"
+TENSORBOARD = "tensorboard"
+SAMPLES = "samples"
+GUARDS = "guards.jsonl"  # batches that were left out, and why
+OWNER = "owner.json"  # while a run is going on
+STOP = "STOP"  # made by the user: save and end
+FINISHED = "FINISHED"  # made at the end of a run
+FAILURES = "failures.jsonl"  # why processes failed

@@ -1,0 +1,189 @@
+"""Saving goes on behind the loop, one at a time, and a failure costs nothing that was there."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ingot.checkpoint.saver as saver_module
+from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
+from ingot.checkpoint.plan import Tensors
+from ingot.checkpoint.ranks import Ranks
+from ingot.checkpoint.remote import newest_good
+from ingot.checkpoint.saver import Saver
+from ingot.checkpoint.shard import write_shard
+from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
+
+
+def state(value: float = 1.0) -> Tensors:
+    return {
+        MODEL: {"a": torch.full((7, 5), value), "b": torch.full((3,), value, dtype=torch.bfloat16)},
+        OPTIMIZER: {"step/a": torch.tensor(value), "rng/0/cpu": torch.get_rng_state(), "empty": torch.empty(0, 4)},
+    }
+
+
+def read(folder: Path) -> Tensors:
+    manifest = read_manifest(folder)
+    verify(manifest)
+    tensors = {section: CheckpointTensors(manifest, section) for section in manifest.tensors}
+    return {section: {name: stored.get(name) for name in stored.names()} for section, stored in tensors.items()}
+
+
+def assert_equal(one: Tensors, two: Tensors) -> None:
+    assert {s: list(t) for s, t in one.items()} == {s: list(t) for s, t in two.items()}
+    for section, tensors in one.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, two[section][name]) and tensor.dtype == two[section][name].dtype, name
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writing waits for it: a disk as slow as a test wants."""
+    opened = threading.Event()
+
+    def write(*arguments):  # type: ignore[no-untyped-def]
+        assert opened.wait(60)
+        return write_shard(*arguments)
+
+    monkeypatch.setattr(saver_module, "write_shard", write)
+    return opened
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "PAUSES", (0.01,))
+
+
+def test_what_is_saved_is_what_there_was_when_save_returned(tmp_path: Path, gate: threading.Event) -> None:
+    saver, tensors = Saver(tmp_path), state()
+    saver.save(3, tensors, {"some": "state"})
+    for content in tensors.values():
+        for tensor in content.values():
+            tensor.zero_()
+    assert steps_in(tmp_path / "checkpoints") == []
+    gate.set()
+    saver.wait()
+    expected = state()
+    expected[OPTIMIZER]["rng/0/cpu"] = read(tmp_path / "checkpoints" / "3")[OPTIMIZER]["rng/0/cpu"]
+    assert_equal(read(tmp_path / "checkpoints" / "3"), expected)
+    assert read_manifest(tmp_path / "checkpoints" / "3").state == {"some": "state"}
+
+
+def test_the_files_are_plain_safetensors_under_parameter_names(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, state(), {})
+    folder = tmp_path / "checkpoints" / "1"
+    for section, tensors in state().items():
+        loaded = load_file(folder / f"{section}.safetensors")
+        assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[n], tensors[n]) for n in loaded)
+
+
+def test_at_most_one_save_is_in_flight(tmp_path: Path, gate: threading.Event) -> None:
+    saver = Saver(tmp_path)
+    saver.save(1, state(1), {})
+    second = threading.Thread(target=saver.save, args=(2, state(2), {}))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    gate.set()
+    second.join(60)
+    assert steps_in(tmp_path / "checkpoints")[0] == 1  # it waited until the first was there
+    saver.wait()
+    assert float(read(tmp_path / "checkpoints" / "2")[MODEL]["a"][0, 0]) == 2
+
+
+def test_preparing_ahead_leaves_less_for_the_first_save(tmp_path: Path) -> None:
+    saver = Saver(tmp_path)
+    saver.prepare(state())
+    saver.wait()
+    planned = saver._planned
+    saver.save(1, state(), {})
+    saver.wait()
+    assert planned is not None and saver._planned is planned and saver.problem is None
+
+
+def test_a_failed_write_is_tried_again_from_the_same_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_module, "PAUSES", (0.0,) * 10_000)
+    failed = threading.Event()
+    run = saver_module.disk_error
+    monkeypatch.setattr(saver_module, "disk_error", lambda *a: (failed.set(), run(*a))[1])
+    (tmp_path / "checkpoints").write_text("in the way")  # nothing can be written below a file
+    saver = Saver(tmp_path)
+    saver.save(1, state(), {})
+    assert failed.wait(60)
+    (tmp_path / "checkpoints").unlink()
+    saver.wait()
+    assert saver.problem is None and steps_in(tmp_path / "checkpoints") == [1]
+
+
+def test_a_save_that_fails_for_good_keeps_the_one_before_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path)
+    saver.save(1, state(1), {})
+    saver.wait()
+
+    def full(*arguments: object) -> None:
+        write_shard(*arguments)  # type: ignore[arg-type]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver_module, "write_shard", full)
+    saver.save(2, state(2), {})
+    saver.wait()
+    assert saver.problem is not None and "No space left on device" in saver.problem
+    assert saver.news[-1][1]
+    assert os.listdir(tmp_path / "checkpoints") == ["1"]
+    monkeypatch.setattr(saver_module, "write_shard", write_shard)
+    saver.save(3, state(3), {})
+    saver.wait()
+    assert saver.problem is None and steps_in(tmp_path / "checkpoints") == [1, 3]
+
+
+def test_a_checkpoint_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "run")
+    saver.save(1, state(), {})
+    saver.wait()
+    os.rename(tmp_path / "run", tmp_path / "elsewhere")
+    saver.save(2, state(), {})
+    saver.wait()
+    assert steps_in(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_saving_a_step_again_replaces_it_and_a_kill_between_the_two_names_loses_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save_checkpoint(tmp_path, 5, state(1), {})
+    save_checkpoint(tmp_path, 5, state(2), {})
+    assert float(read(folder / "5")[MODEL]["a"][0, 0]) == 2 and os.listdir(folder) == ["5"]
+    os.rename(folder / "5", folder / ".old-5")  # where a kill leaves it
+    clear_drafts(tmp_path)
+    assert os.listdir(folder) == ["5"]
+    (folder / ".old-5").mkdir()
+    (folder / ".draft-6-0").mkdir()
+    (folder / ".remove-4-123").mkdir()
+    clear_drafts(tmp_path)
+    assert os.listdir(folder) == ["5"] and float(read(folder / "5")[MODEL]["a"][0, 0]) == 2
+
+
+def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, step, state(step), {})
+    (tmp_path / "checkpoints" / "latest").write_text("garbage")  # whatever pointers others may leave
+    (tmp_path / "checkpoints" / "3").mkdir()
+    manifest, problems = newest_good(tmp_path, Ranks())
+    assert manifest is not None and manifest.step == 2 and problems == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "gone"), [(-1, 0, []), (2, 0, [10, 20, 30]), (1, 20, [10, 30]), (0, 0, [10, 20, 30, 40])]
+)
+def test_retention_keeps_the_newest_and_every_so_many(keep: int, every: int, gone: list[int]) -> None:
+    assert to_remove([30, 10, 20, 50, 40], keep, every) == gone
+
+
+def test_consolidating_gives_the_same_tensors_in_one_file_of_each_kind(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "run", 1, state(), {"x": 1})
+    out = consolidate(read_manifest(path), tmp_path / "out", [MODEL])
+    assert sorted(os.listdir(out)) == ["manifest.json", "model.safetensors"]
+    assert_equal(read(out), {MODEL: state()[MODEL]})

@@ -1,0 +1,110 @@
+"""Processes that die, hang or fall behind (F1-F8, F15, F30, F34): found from outside, named, and started again."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import Run, assert_as_if_nothing_happened, whole
+
+__all__ = ["whole"]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "words"),
+    [("kill", 1, "killed by signal 9"), pytest.param("kill", 0, "killed by signal 9", marks=slow),
+     pytest.param("segfault", 2, "killed by signal 11", marks=slow),
+     pytest.param("abort", 1, "killed by signal 6", marks=slow)],
+)  # fmt: skip
+def test_a_process_that_dies_is_named_and_the_run_goes_on_from_its_last_checkpoint(
+    data: Path, whole: Path, tmp_path: Path, kind: str, rank: int, words: str
+) -> None:
+    run = Run(data, tmp_path / "run", kind=kind, rank=rank, batch=11)
+    said = run.run()
+    assert words in said and "attempt 2 starts from batch 8" in said
+    (failure,) = run.failures()
+    assert (failure["rank"], failure["batch"], failure["kind"]) == (rank, 11, "machine")
+    assert_as_if_nothing_happened(run.folder, whole)
+    if kind != "kill":  # what Python was doing when it crashed
+        assert "in strike" in (run.folder / "logs" / f"stacks-{rank}.txt").read_text()
+
+
+@slow
+def test_an_error_on_the_first_attempt_only_costs_one_retry(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="exception", rank=1, batch=10)
+    assert "RuntimeError: a bug that strikes here" in run.run()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_the_same_error_twice_stops_with_its_own_exit_code(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="exception", rank=1, batch=10, attempts=list(range(1, 9)))
+    said = run.run(code=3)
+    assert "the same error twice" in said and "rank 1 of 3 failed first, in batch 10" in said
+    assert [f["kind"] for f in run.failures()] == ["program", "program"]
+
+
+@slow
+def test_three_attempts_without_a_new_checkpoint_stop(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="kill", rank=2, batch=10, attempts=list(range(1, 9)))
+    assert "3 attempts have led to no new checkpoint" in run.run(code=3)
+    assert len(run.failures()) == 4  # the first one got to a checkpoint
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("stop", "it is stopped"), pytest.param("gil", "(strike)", marks=slow),
+     pytest.param("desync", "it missed one", marks=slow)],
+)  # fmt: skip
+def test_a_process_that_hangs_is_found_from_outside_with_the_stacks_of_all(
+    data: Path, whole: Path, tmp_path: Path, kind: str, words: str
+) -> None:
+    run = Run(data, tmp_path / "run", "hang_timeout=3", kind=kind, rank=1, batch=11)
+    said = run.run()
+    assert "rank 1 has made no progress for" in said and words in said
+    assert run.failures()[0]["kind"] == "hang"
+    for rank in (0, 2):  # the others tell where they waited
+        assert "most recent call first" in (run.folder / "logs" / f"stacks-{rank}.txt").read_text()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_a_straggler_is_reported_and_left_alone(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="slow", rank=2, batch=3, attempts=[1])
+    said = run.run()
+    assert "rank 2" in said and "slower than the others" in said
+    assert not run.failures()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+def test_a_killed_launcher_leaves_no_process_and_the_next_one_goes_on(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="slow", rank=0, batch=1).start()
+    run.wait_for_batch(9)
+    ranks = run.ranks()
+    run.process.kill()
+    run.process.communicate()
+    assert len(ranks) == 3
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
+        assert time.monotonic() < end, "orphans"
+        time.sleep(0.05)
+    again = Run(data, tmp_path / "run")
+    said = again.run()
+    assert "resumed from" in said  # and neither a lease nor anything else of the killed run stands in the way
+    assert_as_if_nothing_happened(again.folder, whole)
+
+
+@slow
+def test_kills_at_several_moments_change_nothing(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts=list(range(1, 99))).start()
+    for number, (victim, batch) in enumerate(((0, 6), (2, 10), (1, 15)), 1):
+        run.wait(lambda number=number: number == 1 or len(run.failures()) == number - 1)
+        run.wait_for_batch(batch)
+        run.wait(lambda: len(run.ranks()) == 3)
+        os.kill(run.ranks()[victim], signal.SIGKILL)
+        run.wait(lambda number=number: len(run.failures()) == number)
+    run.end()
+    assert [f["rank"] for f in run.failures()] == [0, 2, 1]
+    assert_as_if_nothing_happened(run.folder, whole)

@@ -1,0 +1,76 @@
+"""Numbers that go wrong (F31, F32): every rank decides alike, by policy, and the samples are written down."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, weights, whole
+
+from ingot.report.metrics_file import read_rows
+
+__all__ = ["whole"]
+
+
+def guards(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (run.folder / "guards.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_no_number_stops_the_run_and_its_last_checkpoint_is_good(
+    data: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Run(data, tmp_path / "run", kind="nan", rank=1, batch=10)
+    assert "the gradient norm is nan at batch 10" in run.run(code=2)
+    Run(data, run.folder).run()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
+def test_a_bad_batch_is_left_out_by_all_ranks_and_written_down(
+    data: Path, whole: Path, tmp_path: Path, policy: str
+) -> None:
+    run = Run(data, tmp_path / "run", f"guards.non_finite={policy}", kind="nan", rank=1, batch=10)
+    run.run()
+    (line,) = guards(run)
+    expected = consumed(whole)
+    assert line["batch"] == 10 and line["samples"] == expected.pop(10)
+    assert consumed(run.folder) == expected
+    rows = [row["time/batch"] for row in read_rows(run.folder)]
+    assert rows == [n for n in range(1, BATCHES + 1) if policy == "skip" or n != 10]
+    assert all(w.isfinite().all() for w in weights(run.folder).values())
+
+
+@pytest.mark.slow
+def test_skipping_and_rolling_back_end_with_the_same_weights(data: Path, tmp_path: Path) -> None:
+    ends = []
+    for policy in ("skip", "rollback"):
+        run = Run(data, tmp_path / policy, f"guards.non_finite={policy}", kind="nan", rank=1, batch=10)
+        run.run()
+        ends.append(weights(run.folder))
+    assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
+
+
+@pytest.mark.slow
+def test_a_batch_of_noise_is_a_loss_spike_and_is_left_out(data: Path, tmp_path: Path) -> None:
+    common = ["guards.spike=skip", "guards.spike_window=8", "guards.spike_threshold=4"]
+    run = Run(data, tmp_path / "run", *common, kind="noise", rank=1, batch=20)
+    run.run()
+    (line,) = guards(run)
+    assert line["batch"] == 20 and "robust deviations above" in line["what"]
+    assert 20 not in consumed(run.folder)
+
+
+@pytest.mark.slow
+def test_too_many_bad_batches_stop_the_run(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", "guards.non_finite=skip", "guards.max_skips=0", kind="nan", rank=0, batch=5)
+    assert "guards.max_skips=0 batches were left out already" in run.run(code=2)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_one_replica_is_found_and_the_rank_named(data: Path, tmp_path: Path) -> None:
+    replicas = ["parallel.replicate=3", "parallel.shard=1", "guards.checksum_interval=3ba"]
+    calm = Run(data, tmp_path / "calm", *replicas)
+    calm.run()
+    run = Run(data, tmp_path / "run", *replicas, kind="flip", rank=1, batch=10)
+    assert "after batch 12, rank 1 holds other weights than its replicas" in run.run()
+    assert_as_if_nothing_happened(run.folder, calm.folder)

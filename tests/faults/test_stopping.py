@@ -1,0 +1,85 @@
+"""Runs that are asked to stop (F9, F10, F11, F33): all ranks after the same step, one checkpoint, an exit code that
+says so, and an identical continuation."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from runs import BATCHES, Run, assert_as_if_nothing_happened, whole
+
+from ingot.checkpoint.manifest import steps_in
+
+__all__ = ["whole"]
+SLOW_STEPS = {"kind": "slow", "rank": 0, "batch": 1}  # so that there is time to ask
+
+
+def stopped_at(run: Run) -> int:
+    """The one checkpoint that is no regular one."""
+    steps = steps_in(run.folder / "checkpoints")
+    assert len(steps) == steps[-1] // 4 + (steps[-1] % 4 > 0)
+    return steps[-1]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_the_launcher_saves_and_stops(
+    data: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = Run(data, tmp_path / "run", **SLOW_STEPS).start()
+    run.wait_for_batch(9)
+    run.process.send_signal(number)
+    said = run.end(code=75)
+    assert number.name in said
+    assert 9 <= stopped_at(run) < BATCHES and not (run.folder / "FINISHED").exists()
+    assert not (run.folder / "owner.json").exists()
+    Run(data, run.folder).run()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", **SLOW_STEPS).start()
+    run.wait_for_batch(9)
+    os.kill(run.ranks()[2], signal.SIGUSR2)
+    assert "SIGUSR2" in run.end(code=75)
+    stopped_at(run)
+    Run(data, run.folder).run()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_stops_at_once(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", kind="slow", rank=1, batch=10, seconds=60).start()
+    run.wait_for_batch(9)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.stderr is not None
+    assert "once more ends it now" in run.process.stderr.readline()
+    run.process.send_signal(signal.SIGINT)
+    assert "stopped at once" in run.end(code=130)
+
+
+@pytest.mark.slow
+def test_a_stop_file_and_a_wall_time_limit_save_and_stop(data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", **SLOW_STEPS).start()
+    run.wait_for_batch(5)
+    (run.folder / "STOP").touch()
+    assert "the file STOP is in the run folder" in run.end(code=75)
+    limited = Run(data, run.folder, "max_wall_time=0.5sec", **SLOW_STEPS)
+    assert "max_wall_time is over" in limited.run(code=75)
+    Run(data, run.folder).run()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", **SLOW_STEPS, seconds=2).start()
+    run.wait_for_batch(2)
+    said = Run(data, run.folder, nproc=1).run(code=2)
+    assert f"belongs to a run that is going on, process {run.ranks()[0]} on" in said
+    run.process.terminate()
+    run.end(code=75)
