@@ -38,8 +38,6 @@ from ingot.parallel.world import join_world, leave_world
 from ingot.train.config import RunConfig
 from ingot.train.optimizer import Optimizer
 
-REPEATS = 5
-
 
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -48,7 +46,7 @@ def spread(values: list[float]) -> dict[str, float]:
 class Bench:
     """A model with its optimizer state, one or several processes, and a folder for each way of saving."""
 
-    def __init__(self, folder: Path, processes: int, steps: bool):
+    def __init__(self, folder: Path, processes: int):
         self.folder = folder
         place = find_place()
         self.device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -134,8 +132,8 @@ class Bench:
         dcp.save(self.flat(), checkpoint_id=str(self.folder / "dcp"), no_dist=self.world is None)
 
 
-def measure(folder: Path, processes: int) -> dict[str, Any]:
-    bench = Bench(folder, processes, steps=True)
+def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
+    bench = Bench(folder, processes)
     saver = bench.ours()
     rows: dict[str, list[float]] = {}
 
@@ -143,7 +141,7 @@ def measure(folder: Path, processes: int) -> dict[str, Any]:
         rows.setdefault(name, []).append(value)
 
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    for number in range(1, REPEATS + 1):
+    for number in range(1, repeats + 1):
         note("torch.save, stall", bench.timed(bench.torch_save))
         note("dcp.save, stall", bench.timed(bench.dcp_save))
         if bench.first:
@@ -159,14 +157,17 @@ def measure(folder: Path, processes: int) -> dict[str, Any]:
         bench.meet()
         began = time.perf_counter()
         saver.save(number, bench.tensors(), {})
-        note("ingot, stall", time.perf_counter() - began)
+        returned = time.perf_counter() - began
+        bench.step()  # which waits for the copy before it changes the weights
+        note("ingot, stall", saver.stall_seconds)
+        note("ingot, until the loop goes on", returned)
         saver.wait()
         note("ingot, total", time.perf_counter() - began)
         assert saver.problem is None, saver.problem
         if bench.first and number > 1:
             shutil.rmtree(folder / "ours" / CHECKPOINTS / str(number - 1))
 
-    # loading, on top of what is there; the files are in the page cache for both
+    # loading, on top of what is there: from the disk, then from the page cache
     flat, ranks = bench.flat(), Ranks(bench.world, "bench")
 
     def load_ours() -> None:
@@ -178,16 +179,19 @@ def measure(folder: Path, processes: int) -> dict[str, Any]:
                 for name, tensor in content.items():
                     stored.read(name, local(tensor), local_offsets(tensor))
 
-    for _ in range(REPEATS):
-        note("ingot, load", bench.timed(load_ours))
-        note(
-            "dcp.load",
-            bench.timed(lambda: dcp.load(flat, checkpoint_id=str(folder / "dcp"), no_dist=bench.world is None)),
-        )
+    def load_dcp() -> None:
+        dcp.load(flat, checkpoint_id=folder / "dcp", no_dist=bench.world is None)
+
+    for cached in ("cold", "cached"):
+        for _ in range(repeats):
+            for name, action in (("ingot, load", load_ours), ("dcp.load", load_dcp)):
+                if cached == "cold" and bench.first:
+                    forget(folder)
+                note(f"{name}, {cached}", bench.timed(action))
 
     # steps: as many during saves as there are, each followed by as many without
-    step = REPEATS
-    while len(rows.get("step, while saving", [])) < 20:
+    step = repeats
+    while len(rows.get("step, while saving", [])) < 4 * repeats:
         step += 1
         bench.meet()
         saver.save(step, bench.tensors(), {})
@@ -217,6 +221,15 @@ def measure(folder: Path, processes: int) -> dict[str, Any]:
     return result
 
 
+def forget(folder: Path) -> None:
+    """Let the page cache go of what was written."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _alive(saver: Saver, bench: Bench) -> bool:
     """Whether any process is still writing, the same on all."""
     alive = saver._thread is not None and saver._thread.is_alive()
@@ -235,7 +248,8 @@ def _ratios(rows: dict[str, list[float]], sizes: dict[str, int]) -> dict[str, fl
         "stall / torch.save (goal < 0.1)": of("ingot, stall") / of("torch.save, stall"),
         "stall / dcp.async_save": of("ingot, stall") / of("dcp.async_save, stall"),
         "bytes / torch.save (goal <= 1)": sizes["ingot"] / sizes["torch.save"],
-        "load / dcp.load (goal <= 1)": of("ingot, load") / of("dcp.load"),
+        "load / dcp.load (goal <= 1)": of("ingot, load, cold") / of("dcp.load, cold"),
+        "load / dcp.load, cached (goal <= 1)": of("ingot, load, cached") / of("dcp.load, cached"),
         "step while saving / otherwise (goal < 1.1)": of("step, while saving") / of("step, otherwise"),
     }
 
@@ -244,13 +258,13 @@ def _bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
 
 
-def _worker(rank: int, processes: int, port: int, folder: str) -> None:
+def _worker(rank: int, processes: int, port: int, folder: str, repeats: int) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
-    result = measure(Path(folder), processes)
+    result = measure(Path(folder), processes, repeats)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
 
@@ -258,6 +272,7 @@ def _worker(rank: int, processes: int, port: int, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1])
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="Where to write checkpoints. Default: a temporary folder here.")
     options = parser.parse_args()
@@ -265,10 +280,10 @@ def main() -> None:
     for processes in options.processes:
         with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".bench-") as folder:
             if processes == 1:
-                result = measure(Path(folder), 1)
+                result = measure(Path(folder), 1, options.repeats)
             else:
                 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-                mp.spawn(_worker, args=(processes, store.port, folder), nprocs=processes)
+                mp.spawn(_worker, args=(processes, store.port, folder, options.repeats), nprocs=processes)
                 result = json.loads(Path(folder, "result.json").read_text())
         print(json.dumps(result, indent=1))
         results.append(result)

@@ -6,8 +6,8 @@ Three processes train a small model over gloo. SIGKILL strikes a random rank aft
 (Poisson kills). Measured: seconds from the kill to its record by the supervisor (detection) and to the next finished
 step (back), steps done twice, the stall of the training loop per checkpoint, and the effective training time: finished
 steps times the undisturbed step time, over the wall time from the first step on. It is compared with what the goodput
-formula 1 - stall/T - (T/2 + detection + restart)/MTTF makes of the same figures. The table is also written to
-benchmarks/results/faults.json.
+formula 1 - stall/T - (T/2 + detection + restart)/MTTF makes of the same figures (T is the save interval and a step).
+The table is also written to benchmarks/results/faults.json.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from ingot.data.tokenizer_training import train_tokenizer
 from ingot.launch.ladder import read_failures
 
 MODEL = ["model.d_model=128", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=512", "max_seq_len=128",
-         "global_train_batch_size=12", "precision=fp32", "data.eval=null", "save_num_checkpoints_to_keep=2"]  # fmt: skip
+         "global_train_batch_size=12", "precision=fp32", "data.eval=null",
+         "save_num_checkpoints_to_keep=2"]  # fmt: skip
 SAVE_SECONDS = 2.0
 
 
@@ -101,15 +102,15 @@ def disturbed(data: Path, run: Path, options: argparse.Namespace) -> dict[str, A
                 {"detection": found - killed, "back": back - killed, "lost": done - rows(run)[-1]["time/batch"] + 1}
             )
             print(f"  {time.time() - began:4.0f} s: {events[-1]}", flush=True)
+        batches, wall = rows(run)[-1]["time/batch"], time.time() - began
         process.send_signal(signal.SIGTERM)
         code = process.wait(60)
-        wall = time.time() - began
     finally:
         process.kill()
         process.wait()
     if code != 75:
         raise SystemExit(f"asked to stop, the run ended with exit code {code}")
-    return {"events": events, "wall": wall, "batches": rows(run)[-1]["time/batch"],
+    return {"events": events, "wall": wall, "batches": batches,
             "stalls": [row["checkpoint/stall_seconds"] for row in rows(run) if row.get("time/checkpoint")]}  # fmt: skip
 
 
@@ -133,7 +134,8 @@ def main() -> None:
     detection, back = ([e[key] for e in events] for key in ("detection", "back"))
     mttf = (found["wall"] - sum(back)) / len(events)
     stall = statistics.mean(stalls) if stalls else 0.0
-    predicted = 1 - stall / SAVE_SECONDS - (SAVE_SECONDS / 2 + statistics.mean(back)) / (mttf + statistics.mean(back))
+    interval = SAVE_SECONDS + step  # a save waits for the end of the step at hand
+    predicted = 1 - stall / interval - (interval / 2 + statistics.mean(back)) / (mttf + statistics.mean(back))
     result = {
         "command": " ".join(["python", "benchmarks/faults.py", *sys.argv[1:]]),
         "versions": {"ingot": version("ingot"), "torch": version("torch"), "python": platform.python_version()},

@@ -14,7 +14,7 @@ from ingot.checkpoint.remote import newest_good
 from ingot.checkpoint.saver import Saver
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, to_remove
 
-TENSORS, EACH = 20, 60_000  # floats
+TENSORS, EACH = 20, 300_000  # floats
 BYTES = 2 * TENSORS * EACH * 4
 
 

@@ -14,7 +14,7 @@ from ingot.checkpoint.plan import Tensors
 from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.remote import newest_good
 from ingot.checkpoint.saver import Saver
-from ingot.checkpoint.shard import write_shard
+from ingot.checkpoint.shard import write_blocks
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
 
 
@@ -46,9 +46,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def write(*arguments):  # type: ignore[no-untyped-def]
         assert opened.wait(60)
-        return write_shard(*arguments)
+        return write_blocks(*arguments)
 
-    monkeypatch.setattr(saver_module, "write_shard", write)
+    monkeypatch.setattr(saver_module, "write_blocks", write)
     return opened
 
 
@@ -57,9 +57,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "PAUSES", (0.01,))
 
 
-def test_what_is_saved_is_what_there_was_when_save_returned(tmp_path: Path, gate: threading.Event) -> None:
+def test_what_is_saved_is_what_there_was_before_the_next_update(tmp_path: Path, gate: threading.Event) -> None:
     saver, tensors = Saver(tmp_path), state()
     saver.save(3, tensors, {"some": "state"})
+    saver.before_update()
     for content in tensors.values():
         for tensor in content.values():
             tensor.zero_()
@@ -126,16 +127,16 @@ def test_a_save_that_fails_for_good_keeps_the_one_before_and_the_next_one_works(
     saver.wait()
 
     def full(*arguments: object) -> None:
-        write_shard(*arguments)  # type: ignore[arg-type]
+        write_blocks(*arguments)  # type: ignore[arg-type]
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver_module, "write_shard", full)
+    monkeypatch.setattr(saver_module, "write_blocks", full)
     saver.save(2, state(2), {})
     saver.wait()
     assert saver.problem is not None and "No space left on device" in saver.problem
     assert saver.news[-1][1]
     assert os.listdir(tmp_path / "checkpoints") == ["1"]
-    monkeypatch.setattr(saver_module, "write_shard", write_shard)
+    monkeypatch.setattr(saver_module, "write_blocks", write_blocks)
     saver.save(3, state(3), {})
     saver.wait()
     assert saver.problem is None and steps_in(tmp_path / "checkpoints") == [1, 3]

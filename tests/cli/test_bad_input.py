@@ -30,7 +30,6 @@ def refused(ingot: Ingot, *arguments: str, **options: object) -> str:
         ("model.n_heads=5", "5 heads do not divide d_model 32"),
         ("device_train_microbatch_size=3", "does not divide global_train_batch_size 8"),
         ("max_duration=12", "12 has no unit"),
-        ("precision=fp16", "needs a GPU"),
         ("device=cuda", "no GPU"),
         ("data.train.path=nowhere", "nowhere"),
         ("data.train.split=test", "test"),

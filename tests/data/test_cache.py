@@ -27,6 +27,7 @@ from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_m
 from object_store import bucket, free_ports
 from test_indexed import DOCUMENTS, FLAT, write_pair
 
+import ingot.data.cache as cache_module
 import ingot.data.remote as remote_module
 from ingot.data.cache import Cache, Wanted
 from ingot.data.config import SourceConfig
@@ -495,6 +496,28 @@ def test_a_living_process_takes_over_the_download_of_a_dead_one(tmp_path: Path, 
             first.kill()
             assert second.communicate(timeout=120)[0]
     assert server.requests.count("data/shard.00000.mds") == 2
+    assert leftovers(cache) == []
+
+
+def test_a_process_that_hangs_in_a_download_loses_it_and_does_no_harm_when_it_wakes(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mds(server.folder / "data", [SHARDS[0]])
+    cache = tmp_path / "cache"
+    server.gate.clear()
+    server.faults = lambda name, earlier: "stall" if earlier == 0 and name.endswith("00000.mds") else None
+    with reader(cache, server) as first:
+        assert server.stopped.wait(60)
+        first.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(cache_module, "LEASE_SECONDS", 0.1)
+        tokens, labels = open_dataset(SourceConfig(path=str(cache), remote=f"{server.url}/data"), 16).gather(
+            np.arange(-(-(len(flatten(SHARDS[:1])) - 1) // 16))
+        )
+        finished = (cache / "shard.00000.mds").stat().st_ino
+        server.gate.set()
+        first.send_signal(signal.SIGCONT)
+        assert first.communicate(timeout=120)[0] == f"{tokens.sum()} {labels.sum()}\n"
+    assert (cache / "shard.00000.mds").stat().st_ino == finished
     assert leftovers(cache) == []
 
 

@@ -259,11 +259,19 @@ def test_a_file_that_is_not_what_its_name_says_is_one_sentence(
         blocks(tmp_path / name)
 
 
-def test_a_line_without_end_stops_before_the_memory_does(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "' + b"x" * 5_000_000)
-    with pytest.raises(DataError, match="longer than max_document_bytes"):
-        blocks(path, max_document_bytes=1_000_000)
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst"])
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, ends: bool, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{kind}"
+    after = b"\n" + jsonl(TEXTS[50:]) if ends else b""
+    data = jsonl(TEXTS[:50]) + b'{"text": "' + b"x" * 3_000_000 + after
+    path.write_bytes(zstandard.compress(data) if "zst" in kind else data)
+    ((number, message),) = problems(path, max_document_bytes=100_000, max_expansion=100_000)
+    assert (number, "more than max_document_bytes=100,000" in message) == (51, True)
+    found = blocks(path, max_document_bytes=100_000, max_expansion=100_000)
+    assert [t.decode() for b in found for t in b.texts] == (TEXTS if ends else TEXTS[:50])
+    read = ReadOptions(max_document_bytes=100_000, max_expansion=100_000)
+    assert max(len(handed) for _, handed in plan_pieces(find_files([path]), False, read)) < 150_000
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "*.jsonl", "empty"])

@@ -1,5 +1,6 @@
-"""A step of a 256-GPU run, gone through on this machine without its memory."""
+"""A step of a 256-GPU run, gone through on this machine without its memory, and the arithmetic that stands for it."""
 
+import json
 import subprocess
 import sys
 
@@ -10,32 +11,69 @@ PROGRAM = """
 import json, sys, torch
 from ingot.config.load import load_config
 from ingot.model.gpt import parameter_count
-from ingot.parallel.config import choose_layout
 from ingot.parallel.dry_run import dry_run
+from ingot.parallel.fit import choose_layout, memory_needs
 from ingot.train.config import RunConfig
 
-config = load_config(RunConfig, [sys.argv[1], "data=x", *sys.argv[2:]])
-layout, _ = choose_layout(config.parallel, 256, config.model, config.max_seq_len, config.global_train_batch_size)
-peak = dry_run(
-    config.model, config.parallel, layout, seq_len=config.max_seq_len, micro=1, precision=config.precision,
-    recompute=config.recompute, make_optimizer=lambda spread: torch.optim.AdamW(list(spread.names), foreach=False),
+config = load_config(RunConfig, [*sys.argv[2:], "data=x"])
+batch, world = config.global_train_batch_size, int(sys.argv[1])
+layout, _ = choose_layout(config.parallel, world, config.model, batch, config.work)
+bytes = dry_run(
+    config.model, config.parallel, layout, seq_len=config.max_seq_len, micro=config.work.micro,
+    precision=config.precision, recompute=config.recompute,
+    make_optimizer=lambda spread: torch.optim.AdamW(list(spread.names), foreach=False),
 )
-print(json.dumps({"parameters": parameter_count(config.model), "peak": peak, "ranks": layout.size / layout.replicate}))
+estimate = memory_needs(config.model, layout, config.parallel, config.work).total
+share = parameter_count(config.model) * 4 * layout.replicate / layout.size
+print(json.dumps(bytes | {"share": share, "estimate": estimate}))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "layout"),
-    [("mpt-30b", ["parallel.replicate=4"]), ("mpt-70b", ["parallel.tensor=8"])],
-)
-def test_a_step_on_256_ranks_fits_its_gpus(recipe: str, layout: list[str]) -> None:
-    import json
-
-    done = subprocess.run([sys.executable, "-c", PROGRAM, recipe, *layout], capture_output=True, text=True, timeout=600)
+def run(*arguments: str) -> dict[str, float]:
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    peak, share = result["peak"], result["parameters"] * 4 / result["ranks"]
-    print(recipe, *layout, {name: f"{size / 2**30:.2f} GiB" for name, size in peak.items()})
-    assert peak["SHARDED_PARAM"] == pytest.approx(share, rel=0.01)  # fp32 weights, sharded over all but the replicas
-    assert peak["Total"] < 80 * 2**30
+    sizes = json.loads(done.stdout.splitlines()[-1])
+    print(*arguments, {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items()})
+    return sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "layout"), [("mpt-30b", "parallel.replicate=4"), ("mpt-70b", "parallel.tensor=8")])
+def test_a_step_on_256_ranks_fits_its_gpus(recipe: str, layout: str) -> None:
+    sizes = run("256", recipe, layout, "device_train_microbatch_size=1")
+    # fp32 weights, sharded over all but the replicas; gradients and two moments likewise
+    assert sizes["weights"] == pytest.approx(sizes["share"], rel=0.01)
+    assert sizes["gradients"] == pytest.approx(sizes["share"], rel=0.01)
+    assert sizes["optimizer"] == pytest.approx(2 * sizes["share"], rel=0.01)
+    assert 4 * sizes["share"] < sizes["peak"] < 80 * 2**30
+    assert sizes["estimate"] == pytest.approx(sizes["peak"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "8 gpt3-125m device_train_microbatch_size=4 activation_checkpointing=selective",
+        "8 mpt-1b model.n_layers=4 parallel.tensor=2",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in (
+                "8 gpt3-125m device_train_microbatch_size=4",
+                "8 gpt3-125m device_train_microbatch_size=4 activation_checkpointing=full",
+                "8 gpt3-1.3b device_train_microbatch_size=4 parallel.tensor=8",
+                "16 llama-1b device_train_microbatch_size=2",
+                "8 pythia-1b device_train_microbatch_size=2",
+                "8 mpt-1b parallel.context=2 device_train_microbatch_size=2",
+                "8 mpt-1b precision=fp32",
+                "64 mpt-7b parallel.tensor=4 parallel.reshard_after_forward=false",
+                "8 mpt-7b activation_checkpointing=false",
+            )
+        ),
+    ],
+)
+def test_the_estimate_of_memory_is_near_the_dry_run(arguments: str) -> None:
+    words = arguments.split()
+    if not any(word.startswith("device_train") for word in words):
+        words.append("device_train_microbatch_size=1")
+    sizes = run(*words)
+    assert sizes["estimate"] == pytest.approx(sizes["peak"], rel=0.15)

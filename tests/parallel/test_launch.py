@@ -20,8 +20,6 @@ from ingot.errors import ConfigError
 from ingot.parallel.place import Place
 from ingot.parallel.world import World
 
-LONG = [*TINY, "max_duration=100000ba", "save_interval=0ba", "data.eval=null"]
-
 
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "ingot.cli.main", "train", *arguments]
@@ -61,31 +59,6 @@ def test_nproc_starts_processes_and_keeps_the_log_of_each(ingot: Ingot, data: Pa
     ingot("train", *TINY, f"data={data}", f"save_folder={folder}", "--nproc", "2", "--fresh", "max_duration=2ba")
     assert "2 processes, shard=2" in (folder / "logs" / "rank-1.log").read_text()
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["2"]
-
-
-def test_a_killed_rank_ends_the_others_and_is_named(data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(*LONG, f"data={data}", f"save_folder={folder}", "--nproc", "2")
-    metrics = folder / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 2, process)
-    ranks = children(process)
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert errors.startswith("error: the process was killed by signal 9\nrank 1 of 2 failed first")
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-
-
-def test_ending_the_launcher_ends_its_processes(data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(*LONG, f"data={data}", f"save_folder={folder}", "--nproc", "2")
-    metrics = folder / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 2, process)
-    ranks = children(process)
-    process.terminate()
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and "continues from the last checkpoint" in errors
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
 
 def test_a_user_error_in_every_rank_is_one_sentence_with_its_exit_code(ingot: Ingot, tmp_path: Path) -> None:

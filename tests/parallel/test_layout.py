@@ -2,17 +2,25 @@
 
 import pytest
 
+from ingot.config.load import load_config
 from ingot.errors import ConfigError
 from ingot.launch.node import find_node
 from ingot.model.config import ModelConfig
-from ingot.parallel.config import Layout, ParallelConfig, choose_layout
+from ingot.model.gpt import parameter_count
+from ingot.parallel.config import Layout, ParallelConfig
+from ingot.parallel.fit import Work, block_parameters, choose_layout, end_parameters, memory_needs
 from ingot.parallel.place import Place, find_place, first_host
+from ingot.train.config import RunConfig
+from ingot.train.microbatch import largest_within
 
 MODEL = ModelConfig(d_model=64, n_heads=4, n_layers=4, vocab_size=128, max_seq_len=64)
 
 
+SINGLE = {"tensor": 1, "pipeline": 1, "context": 1}
+
+
 def choose(world: int, model: ModelConfig = MODEL, seq_len: int = 64, batch: int = 16, **axes: object) -> Layout:
-    return choose_layout(ParallelConfig.model_validate(axes), world, model, seq_len, batch)[0]
+    return choose_layout(ParallelConfig.model_validate(axes), world, model, batch, Work(seq_len))[0]
 
 
 def test_sharding_takes_what_the_other_axes_leave() -> None:
@@ -27,12 +35,13 @@ def test_sharding_takes_what_the_other_axes_leave() -> None:
     ("world", "axes", "problem", "hint"),
     [
         (4, {"tensor": 8}, "takes 8 processes, more than the 4", "parallel.tensor=4"),
-        (4, {"shard": 2, "replicate": 1}, "takes 2 processes, fewer than the 4", "parallel.replicate=2 parallel.shard=2"),
+        (4, {"shard": 2, "replicate": 1, **SINGLE}, "takes 2 processes, fewer than the 4", "parallel.replicate=2 parallel.shard=2"),
         (3, {"tensor": 3}, "does not divide the model's n_heads, 4", "parallel.pipeline=3"),
         (6, {"pipeline": 6}, "4 layers cannot fill 6 pipeline stages", "parallel.shard=2 parallel.pipeline=3"),
         (4, {"pipeline": 4, "pipeline_schedule": "zero_bubble"}, "cannot fill 8 pipeline stages", "parallel.pipeline=2"),
         (3, {"context": 3}, "max_seq_len 64 does not divide", "parallel.shard=3"),
-        (32, {}, "32 data-parallel processes cannot share a global_train_batch_size of 16", "parallel.shard=16"),
+        (32, SINGLE, "32 data-parallel processes cannot share a global_train_batch_size of 16",
+         "parallel.shard=16"),
         (2, {"tensor": 0}, "parallel.tensor=0: must be at least 1", ""),
     ],
 )  # fmt: skip
@@ -47,8 +56,6 @@ def test_an_impossible_layout_is_refused_with_the_nearest_that_work(
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"precision": "fp16"}, "fp16"),
-        ({"optimizer": {"name": "muon"}}, "muon"),
         ({"activation_checkpointing": "selective"}, "selective does not work with zero_bubble"),
         ({"compile": True}, "compile=true does not work with pipeline_schedule=zero_bubble"),
     ],
@@ -66,9 +73,66 @@ def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], pro
         choose_compile(config, torch.device("cpu"), Layout(pipeline=2))
 
 
-def test_norms_over_all_heads_cannot_be_cut() -> None:
-    with pytest.raises(ConfigError, match="qk_ln"):
-        choose(2, MODEL.model_copy(update={"qk_ln": True}), tensor=2)
+GIB = 2**30
+
+
+def fit(recipe: str, world: int, gib: int | None, **axes: object) -> tuple[Layout, str]:
+    config = load_config(RunConfig, [recipe, "data=x", *(f"parallel.{a}={n}" for a, n in axes.items())])
+    memory = gib * GIB if gib is not None else None
+    batch = config.global_train_batch_size
+    return choose_layout(config.parallel, world, config.model, batch, config.work, memory, node=8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "gib", "layout"),
+    [
+        ("mpt-7b", 8, 80, Layout(shard=8)),
+        ("mpt-30b", 8, 72, Layout(shard=4, tensor=2)),
+        ("mpt-70b", 64, 80, Layout(shard=64)),
+        ("mpt-70b", 8, None, Layout(shard=8)),
+    ],
+)
+def test_auto_is_the_smallest_layout_that_fits(recipe: str, world: int, gib: int | None, layout: Layout) -> None:
+    assert fit(recipe, world, gib)[0] == layout
+
+
+def test_the_choice_of_a_layout_says_why() -> None:
+    _, why = fit("mpt-30b", 8, 72)
+    assert "the smallest that fits" in why and "of 72 GiB per device" in why and "shard=8 would need" in why
+    assert "too tight by our estimate" in fit("mpt-70b", 8, 40, tensor=1, context=1, pipeline=1)[1]
+
+
+def test_auto_refuses_with_the_numbers_when_nothing_fits() -> None:
+    with pytest.raises(ConfigError, match=r"no layout of 8 processes fits: the least is .* GiB \(weights .* of 40 GiB"):
+        fit("mpt-70b", 8, 40)
+
+
+def test_auto_finds_a_layout_for_a_small_batch() -> None:
+    assert choose(32, batch=16) == Layout(shard=16, tensor=2)
+
+
+@pytest.mark.parametrize("recipe", ["gpt3-125m", "mpt-7b", "llama-8b", "pythia-1b"])
+def test_the_estimate_counts_every_parameter(recipe: str) -> None:
+    model = load_config(RunConfig, [recipe, "data=x"]).model
+    for more in ({}, {"qk_ln": True}, {"no_bias": True}, {"n_kv_heads": 1}):
+        m = model.model_copy(update=more)
+        assert m.n_layers * block_parameters(m) + end_parameters(m) == parameter_count(m)
+
+
+@pytest.mark.parametrize("axis", ["shard", "tensor", "context", "pipeline"])
+def test_every_axis_but_replicate_lowers_the_estimate(axis: str) -> None:
+    config = load_config(RunConfig, ["mpt-30b", "data=x"])
+
+    def total(**axes: int) -> float:
+        return memory_needs(config.model, Layout(**axes), config.parallel, config.work).total
+
+    assert total(**{axis: 4}) < total(**{axis: 2}) < total() == total(replicate=4)
+
+
+@pytest.mark.parametrize(("room", "size"), [(99, 1), (239, 8), (240, 16), (10_000, 64)])
+def test_the_microbatch_is_the_largest_on_the_line_through_two_tries(room: int, size: int) -> None:
+    peaks = {1: 90, 2: 100}  # 80 and 10 for each sequence
+    assert largest_within(peaks, room, [1, 2, 4, 8, 16, 32, 64]) == size
 
 
 @pytest.mark.parametrize(("data", "batch"), [(3, 8), (4, 8), (5, 7), (8, 8)])
@@ -96,6 +160,7 @@ def test_a_process_finds_its_place_under_torchrun_and_srun() -> None:
         "SLURM_STEP_NODELIST": "gpu[07-09],x1",
     }
     assert find_place(srun) == Place(3, 4, 1, 1, "gpu07")
+    assert find_place(srun | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}).local_world == 2
     assert find_place(srun | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}) == Place(3, 4, 1, 1, "b", 9)
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}  # not started by srun: alone
     assert find_place(batch_script) == Place()

@@ -59,6 +59,9 @@ def assert_same_training(one: Path, many: Path, steps: int = 20) -> None:
 STILL = ["max_duration=1ba", "scheduler.t_warmup=10ba", "data.eval=null"]  # learning rate 0: weights as they were drawn
 UNPADDED = ["model.vocab_size=322", "model.vocab_multiple=1"]  # Hugging Face knows no padding
 LION = ["optimizer.name=lion", "optimizer.lr=0.0003", "optimizer.weight_decay=1e-4", "max_duration=6ba"]
+MUON = ["optimizer.name=muon", "optimizer.lr=0.003", "max_duration=6ba", "data.eval=null"]
+HEADS = ["model.qk_ln=true", "max_duration=6ba", "data.eval=null"]
+FP16 = ["precision=fp16", "max_duration=6ba", "data.eval=null"]
 MASKS = ["model.resid_pdrop=0.2", "model.emb_pdrop=0.2", "max_duration=6ba", "data.eval=null", "scheduler.t_max=6ba"]
 ONE_PROCESS = {
     **{family: [family] for family in FAMILIES},
@@ -66,6 +69,9 @@ ONE_PROCESS = {
     "hf-one": ["pythia", *UNPADDED, "max_duration=2ba"],
     "bf16-one": ["mpt", "precision=bf16"],
     "lion-one": ["llama", *LION],
+    "muon-one": ["llama", *MUON],
+    "heads-one": ["gpt3", *HEADS],
+    "fp16-one": ["gpt3", *FP16],
     "moved": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=10ba"],
 }
 TWO_PROCESSES = {  # started together, once, for all the tests below
@@ -80,12 +86,18 @@ TWO_PROCESSES = {  # started together, once, for all the tests below
     "hf-fsdp": ["pythia", FSDP, *STILL, *UNPADDED, "load_path=HF"],
     "hf-tensor": ["pythia", TP, *STILL, *UNPADDED, "load_path=HF"],
     "hf-v": ["pythia", PP, ZERO_BUBBLE, *STILL, *UNPADDED, "load_path=HF"],
+    "hf-padded": ["pythia", TP, *STILL, "model.vocab_size=322", "load_path=HF"],
     "still-fsdp": ["pythia", FSDP, *STILL],
     "still-tensor": ["pythia", TP, *STILL],
     "still-v": ["pythia", PP, ZERO_BUBBLE, *STILL],
     "bf16-fsdp": ["mpt", FSDP, "precision=bf16"],
     "bf16-pipeline": ["mpt", PP, "precision=bf16"],
     "lion-tensor": ["llama", TP, *LION],
+    "muon-fsdp": ["llama", FSDP, *MUON],
+    "muon-tensor": ["llama", TP, *MUON],
+    "heads-tensor": ["gpt3", TP, *HEADS],
+    "fp16-fsdp": ["gpt3", FSDP, *FP16],
+    "fp16-pipeline": ["gpt3", PP, *FP16],
     "masks": ["gpt3", FSDP, *MASKS],
     "masks again": ["gpt3", FSDP, *MASKS],
     "masks stopped": ["gpt3", FSDP, *MASKS, "max_duration=3ba"],
@@ -129,7 +141,7 @@ def test_initial_weights_are_bitwise_the_same_under_every_layout(runs: Path) -> 
 
 def test_weights_from_hugging_face_come_out_with_the_same_bytes_under_every_layout(runs: Path, tmp_path: Path) -> None:
     expected = (runs / "hf" / "model.safetensors").read_bytes()
-    for name in ("hf-fsdp", "hf-tensor", "hf-v"):
+    for name in ("hf-fsdp", "hf-tensor", "hf-v", "hf-padded"):
         export_run(runs / name, tmp_path / name)
         assert (tmp_path / name / "model.safetensors").read_bytes() == expected, name
 
@@ -150,6 +162,22 @@ def test_bf16_keeps_fp32_weights_and_stays_near_one_process(runs: Path) -> None:
 
 def test_lion_trains_alike_when_spread(runs: Path) -> None:
     assert relative(losses(runs / "lion-one"), losses(runs / "lion-tensor")) <= 1e-5
+
+
+def test_muon_orthogonalises_whole_matrices_however_they_are_cut(runs: Path) -> None:
+    for name in ("muon-fsdp", "muon-tensor"):  # in bf16, so the last bits of a gradient may show
+        assert relative(losses(runs / "muon-one"), losses(runs / name)) <= 1e-4, name
+
+
+def test_norms_over_all_heads_are_the_same_when_heads_are_spread(runs: Path) -> None:
+    assert relative(losses(runs / "heads-one"), losses(runs / "heads-tensor")) <= 1e-5
+
+
+def test_fp16_scales_alike_on_all_processes_and_stays_near_one(runs: Path) -> None:
+    for name in ("fp16-fsdp", "fp16-pipeline"):
+        assert relative(losses(runs / "fp16-one"), losses(runs / name)) <= 2e-2, name
+        scales = [[row["trainer/loss_scale"] for row in read_rows(runs / n)] for n in ("fp16-one", name)]
+        assert scales[0] == scales[1]
 
 
 def test_dropout_repeats_with_the_seed_and_across_a_stop(runs: Path) -> None:
@@ -193,8 +221,14 @@ def test_more_processes_train_like_one(
 def test_every_layout_of_every_family_trains_like_one_process(
     processes: int, family: str, data: Path, tmp_path: Path
 ) -> None:
-    if processes < 8:
-        check([(family, layout) for layout in LAYOUTS[processes]], processes, data, tmp_path)
-        return
-    for layout in LAYOUTS[processes]:  # new processes for each: torch keeps a mesh that looks like an earlier one
-        check([(family, layout)], processes, data, tmp_path)
+    check([(family, layout) for layout in LAYOUTS[processes]], processes, data, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout"), [("mpt", TP), ("gpt3", FSDP), ("llama", PP)])
+def test_compiled_blocks_train_like_one_process(family: str, layout: str, data: Path, tmp_path: Path) -> None:
+    short = ["max_duration=4ba", "scheduler.t_max=20ba", "eval_interval=0ba"]
+    train_here(arguments(family, data, tmp_path / "one", *short))
+    spread = arguments(family, data, tmp_path / "many", *short, f"parallel.{layout}", "compile=true")
+    assert train_all([spread], 2, tmp_path / "notes") == [""]
+    assert_same_training(tmp_path / "one", tmp_path / "many", steps=4)

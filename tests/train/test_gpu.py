@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ingot.data.loader import Batch
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CONFIG = ["model.d_model=256", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=320", "max_seq_len=128",
@@ -29,7 +31,7 @@ def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
     return [row["loss/train/total"] for row in rows]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_mixed_precision_follows_fp32(
     data: Path, tmp_path: Path, reference: list[float], precision: str, compiled: str
@@ -42,41 +44,35 @@ def test_mixed_precision_follows_fp32(
         assert rows[-1]["trainer/loss_scale"] > 1
 
 
-def test_alibi_by_flex_attention_trains_as_by_the_additive_mask(data: Path, tmp_path: Path) -> None:
+def test_alibi_by_our_kernel_trains_as_by_the_additive_mask(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alibi = ["model.positions=alibi", "model.no_bias=true", "precision=bf16"]
-    flex = run(data, tmp_path / "flex", *alibi)
-    from ingot.model import attention
-
-    chosen = attention.choose_kernel
-    try:
-        import ingot.train.trainer as trainer
-
-        trainer.choose_kernel = lambda config, device: ("sdpa", "for comparison")
-        mask = run(data, tmp_path / "mask", *alibi, "compile=false")
-    finally:
-        trainer.choose_kernel = chosen
-    assert flex[0]["loss/train/total"] == pytest.approx(mask[0]["loss/train/total"], rel=1e-3)
-    assert flex[-1]["loss/train/total"] == pytest.approx(mask[-1]["loss/train/total"], rel=0.05)
+    fast = run(data, tmp_path / "fast", *alibi)
+    monkeypatch.setattr("ingot.train.trainer.choose_kernel", lambda config, device: ("sdpa", "for comparison"))
+    mask = run(data, tmp_path / "mask", *alibi, "compile=false")
+    assert fast[0]["loss/train/total"] == pytest.approx(mask[0]["loss/train/total"], rel=1e-3)
+    assert fast[-1]["loss/train/total"] == pytest.approx(mask[-1]["loss/train/total"], rel=0.05)
 
 
-@pytest.mark.parametrize(("heads", "kv", "length"), [(6, 6, 200), (8, 2, 128), (4, 4, 333)])
-def test_flex_attention_is_exact_against_the_math_in_fp32(heads: int, kv: int, length: int) -> None:
-    from ingot.model.attention import FlexAttend, SdpaAttend
-    from ingot.model.config import ModelConfig
+def test_a_step_never_waits_for_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch set to raise on any synchronisation from the second step on, two more steps run through."""
+    from ingot.train.step import TrainStep
 
-    config = ModelConfig(d_model=heads * 64, n_heads=heads, n_kv_heads=kv, n_layers=1, positions="alibi", vocab_size=8)
-    device = torch.device("cuda")
-    shapes = [(2, heads, length, 64), (2, kv, length, 64), (2, kv, length, 64)]
-    inputs = [torch.randn(s, device=device, dtype=torch.float32) for s in shapes]
-    results = []
-    fast, exact = FlexAttend(config, length, device), SdpaAttend(config, length, length, device)
-    for attend, dtype in ((fast, torch.bfloat16), (exact, torch.float32)):
-        q, k, v = (t.to(dtype).requires_grad_() for t in inputs)
-        out = attend(q, k, v, dropout=0.0)
-        out.float().square().sum().backward()
-        results.append([out.float(), *(t.grad.float() for t in (q, k, v))])
-    for got, expected in zip(*results, strict=True):
-        assert (got - expected).norm() / expected.norm() < 1e-2
+    whole, steps = TrainStep.run, 0
+
+    def watched(self: TrainStep, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal steps
+        steps += 1
+        torch.cuda.set_sync_debug_mode("error" if steps > 1 else "default")
+        try:
+            return whole(self, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(TrainStep, "run", watched)
+    run(data, tmp_path / "run", "precision=bf16", "max_duration=3ba", "device_train_microbatch_size=8")
+    assert steps == 3
 
 
 def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_path: Path) -> None:

@@ -105,6 +105,17 @@ def test_a_muon_update_is_nearly_orthogonal() -> None:
     assert values.min() > 0.5 and values.max() < 1.5
 
 
+def test_muon_is_torchs_own() -> None:
+    name = "blocks.0.mlp.up.weight"
+    model, start = run("muon", multiplier=1.0, lr=0.01, weight_decay=0.1, momentum=0.9)
+    twin = torch.nn.Parameter(start[name])
+    theirs = torch.optim.Muon([twin], lr=0.01, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for gradient in gradients_of(name, 3):
+        twin.grad = gradient
+        theirs.step()
+    torch.testing.assert_close(dict(model.named_parameters())[name], twin, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("name", "labels"),
     [("adamw", ["lr-AdamW/group0", "lr-AdamW/group1"]),

@@ -118,3 +118,28 @@ def test_dropout_is_drawn_from_the_seed() -> None:
         return float(make_step(8, model=model).accumulate(batch))
 
     assert loss(1) == loss(1) != loss(2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
+def test_fp16_leaves_the_weights_alone_when_a_gradient_overflows_and_halves_the_scale(optimizer: str) -> None:
+    batch = make_batch(False)
+    step = make_step(4, precision="fp16", optimizer={"name": optimizer, "lr": 0.01})
+    before = [p.detach().clone() for p in step.model.parameters()]
+    step.scaler.factor.fill_(1e30)
+    loss, norm = step.run(batch)
+    assert torch.isfinite(loss) and not torch.isfinite(norm)
+    assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), before, strict=True))
+    assert step.scaler.get_scale() == pytest.approx(5e29)
+    step.scaler.factor.fill_(1024.0)
+    step.run(batch)
+    assert not any(torch.equal(a, b) for a, b in zip(step.model.parameters(), before, strict=True))
+    assert all(p.isfinite().all() for p in step.model.parameters())
+    assert step.scaler.state_dict() == {"scale": 1024.0, "calm_steps": 1}
+
+
+def test_fp16_gives_the_norm_and_the_update_of_fp32_nearly() -> None:
+    batch = make_batch(False)
+    exact, norm = make_step(4).run(batch)
+    loss, scaled = make_step(4, precision="fp16").run(batch)
+    assert float(loss) == pytest.approx(float(exact), rel=1e-3)
+    assert float(scaled) == pytest.approx(float(norm), rel=1e-2)

@@ -1,12 +1,15 @@
 """From a path to a model: a run folder, a checkpoint, or a Hugging Face folder."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ingot.checkpoint.hf import TensorReader, read_hf
+from ingot.checkpoint.hf_weights import EMBEDDINGS
 from ingot.checkpoint.manifest import Manifest
 from ingot.checkpoint.store import CheckpointTensors, find_checkpoint
 from ingot.config.load import validate
@@ -71,6 +74,22 @@ def read_into(target: Tensor, name: str, tensors: TensorReader, source: str) -> 
         whole = tensors.get(name)
         _check_shape(target, whole.shape, name, source)
         fill(target, whole)
+
+
+@dataclass(frozen=True)
+class Repadded:
+    """Weights of a model with the same vocabulary but other padding: rows that nothing reads are cut, or zero."""
+
+    tensors: TensorReader
+    vocab: int
+    rows: int
+
+    def names(self) -> list[str]:
+        return self.tensors.names()
+
+    def get(self, name: str) -> Tensor:
+        whole = self.tensors.get(name)
+        return F.pad(whole[: self.vocab], (0, 0, 0, self.rows - self.vocab)) if name in EMBEDDINGS else whole
 
 
 def _check_shape(target: Tensor, shape: tuple[int, ...], name: str, source: str) -> None:

@@ -11,18 +11,21 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ingot.checkpoint.manifest import File, Manifest, file_name, write_manifest
 from ingot.checkpoint.plan import Plan, Tensors, plan_save
 from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.remote import Uploader
-from ingot.checkpoint.shard import write_shard
+from ingot.checkpoint.shard import blocks_of, bytes_of, header_of, in_order, write_blocks
 from ingot.checkpoint.store import CHECKPOINTS, DRAFT, put_in_place
 from ingot.errors import disk_error
 from ingot.parallel.weights import local
@@ -30,6 +33,7 @@ from ingot.parallel.world import World
 
 PAUSES = (0.5, 3.0)  # seconds before a failed write is tried again
 NICENESS = 10  # of the writing thread: where cores are short, the training step comes first
+REST = 3.0  # times as long as it works
 
 
 class Saver:
@@ -48,7 +52,8 @@ class Saver:
         self.stall_seconds = self.write_seconds = 0.0
         """Of the last save: what the loop waited, and how long the thread took."""
         self._thread: threading.Thread | None = None
-        self._hurry = threading.Event()
+        self._waited_for = threading.Event()
+        self._next_due = threading.Event()
         self._planned: tuple[list[str], Plan, Snapshot] | None = None
 
     def prepare(self, tensors: Tensors) -> None:
@@ -59,36 +64,38 @@ class Saver:
     def save(
         self, step: int, tensors: Tensors, state: dict[str, Any], final: bool = False, problem: str | None = None
     ) -> None:
-        """Copy the state and begin to write it. Tensors may change as soon as this returns, those of a GPU after
-        `before_update`. All processes must call this; `state` is the first one's, `problem` why this one cannot."""
+        """Begin to copy the state and to write the copy. Tensors may change after `before_update`. All processes must
+        call this; `state` is the first one's, `problem` why this one cannot."""
         began = time.perf_counter()
-        self._hurry.set()
+        self._next_due.set()
         self.wait()
-        self._hurry.clear()
+        self._next_due.clear()
         plan, snapshot = self._plan(tensors, self.ranks)
-        snapshot.take(tensors)
+        snapshot.begin(tensors)
         self._start(lambda: self._write(step, plan, snapshot, state, final, problem))
         self.stall_seconds = time.perf_counter() - began
 
     def before_update(self) -> None:
-        """To be called before the weights change: on a GPU, the copy goes on beside the next forward pass."""
+        """To be called before the weights change: until then their copy may go on."""
         if self._planned is not None:
+            began = time.perf_counter()
             self._planned[2].hold()
+            self.stall_seconds += time.perf_counter() - began
 
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is in flight."""
         if self._thread is not None:
+            self._waited_for.set()
             self._thread.join(timeout)
 
     def _start(self, action: Callable[[], object]) -> None:
         def body() -> None:
-            with contextlib.suppress(OSError):  # Linux gives each thread its own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             try:
                 action()
             except Exception as error:  # nothing that happens here may end the run
                 self._fail(f"saving failed: {type(error).__name__}: {error}")
 
+        self._waited_for.clear()
         self._thread = threading.Thread(target=body, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -107,6 +114,8 @@ class Saver:
     ) -> None:
         began = time.perf_counter()
         snapshot.finish()
+        with contextlib.suppress(OSError):  # Linux gives each thread its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         for attempt in range(len(PAUSES) + 1):
             draft = self.run / CHECKPOINTS / f"{DRAFT}{step}-{attempt}"
             report = {"problem": problem} if problem else self._write_own(draft, plan, snapshot)
@@ -131,15 +140,23 @@ class Saver:
         """Write this process's files; gives their sizes and hashes, or what went wrong."""
         files: dict[str, tuple[int, str]] = {}
         try:
-            if snapshot.tensors or self.ranks.first:
+            if snapshot.files or self.ranks.first:
                 draft.mkdir(parents=True, exist_ok=True)
-            for section, tensors in snapshot.tensors.items():
+            for section, (header, content) in snapshot.files.items():
                 name = file_name(section, self.ranks.rank, plan.parts)
-                file = write_shard(draft / name, tensors)
+                file = write_blocks(draft / name, self._gently(chain([header], blocks_of(content)), snapshot))
                 files[name] = (file.bytes, file.xxh3)
         except OSError as error:
             return {"problem": str(disk_error("save a checkpoint in", self.run, error))}
         return {"files": files}
+
+    def _gently(self, blocks: Iterable[memoryview], snapshot: "Snapshot") -> Iterator[memoryview]:
+        """Where training has only the same processors, rest between blocks, unless somebody waits."""
+        for block in blocks:
+            began = time.perf_counter()
+            yield block  # which comes back when it has been hashed and written
+            if not snapshot.on_gpu:
+                self._waited_for.wait(REST * (time.perf_counter() - began))
 
     def _commit(
         self, step: int, plan: Plan, state: dict[str, Any], final: bool, draft: Path, attempt: int, said: list[str]
@@ -160,59 +177,81 @@ class Saver:
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.run, error))
         shutil.rmtree(draft, ignore_errors=True)
-        again = attempt < len(PAUSES) and not self._hurry.wait(PAUSES[attempt])
+        again = attempt < len(PAUSES) and not self._next_due.wait(PAUSES[attempt])
         return json.dumps({"problem": problem, "again": again})
 
 
 class Snapshot:
-    """A copy of what this process writes, in one piece of host memory that every save uses again.
+    """A copy of what this process writes, laid out as its files are, in host memory that every save uses again.
 
-    The memory is touched before it is needed (and locked for a GPU's copy engine), so that a save costs the training
-    loop a copy and nothing else.
+    The memory is touched before it is needed, and locked for a GPU's copy engine. The copy is made beside the next
+    forward and backward pass: by a GPU's stream, or by the writing thread; only a change of the weights waits for it.
     """
 
     def __init__(self, tensors: Tensors, plan: Plan):
-        self.keys = plan.own
-        sources = self._sources(tensors)
-        ends = [0]
-        for source in sources:
-            ends.append(ends[-1] + -(-source.nbytes // 64) * 64)
-        memory = mmap.mmap(-1, max(ends[-1], 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
-        self.stream: Any = None
-        self.copied: Any = None
-        if any(source.is_cuda for source in sources):
-            torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-            self.stream = torch.cuda.Stream()
-        self.tensors: Tensors = {}
-        for (section, name), source, begin in zip(self.keys, sources, ends, strict=False):
-            piece = buffer[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
-            self.tensors.setdefault(section, {})[name] = piece
+        self.files: dict[str, tuple[memoryview, memoryview]] = {}
+        """Header and content by kind of file."""
+        self._pieces: Tensors = {}
+        chosen: Tensors = {}
+        for section, name in plan.own:
+            chosen.setdefault(section, {})[name] = local(tensors[section][name].detach())
+        cuda = any(tensor.is_cuda for content in chosen.values() for tensor in content.values())
+        for section, content in chosen.items():
+            content = in_order(content)
+            header, total = header_of(content), sum(tensor.nbytes for tensor in content.values())
+            memory = mmap.mmap(-1, len(header) + max(total, 1))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            memory[: len(header)] = header
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :].zero_()
+            if cuda:
+                torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+            view, begin = memoryview(memory), 0
+            self.files[section] = (view[: len(header)], view[len(header) : len(header) + total])
+            for name, tensor in content.items():
+                piece = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self._pieces.setdefault(section, {})[name] = piece
+                begin += tensor.nbytes
+        self.on_gpu = cuda
+        self._stream: Any = torch.cuda.Stream() if cuda else None
+        self._todo: list[tuple[Tensor, Tensor]] = []
+        self._done = threading.Event()
+        self._done.set()
 
-    def _sources(self, tensors: Tensors) -> list[torch.Tensor]:
-        return [local(tensors[section][name].detach()) for section, name in self.keys]
-
-    def take(self, tensors: Tensors) -> None:
-        """Copy. What is on a GPU is copied by a stream of its own, beside what comes next."""
-        sources = self._sources(tensors)
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for (section, name), source in zip(self.keys, sources, strict=True):
-                self.tensors[section][name].copy_(source, non_blocking=True)
-        if self.stream is not None:
-            self.copied = self.stream.record_event()
-
-    def hold(self) -> None:
-        """Let the GPU's next change of the state wait for the copy."""
-        if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
-            self.copied = None
+    def begin(self, tensors: Tensors) -> None:
+        """Begin to copy."""
+        self._done.clear()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for section, pieces in self._pieces.items():
+            for name, piece in pieces.items():
+                source = local(tensors[section][name].detach())
+                if source.is_cuda:
+                    with torch.cuda.stream(self._stream):
+                        piece.copy_(source, non_blocking=True)
+                else:
+                    self._todo.append((piece, source))
 
     def finish(self) -> None:
-        """Wait for the copy."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        """In the writing thread: copy the rest, until all is here."""
+        try:
+            for piece, source in self._todo:
+                if source.is_contiguous():  # numpy copies in this thread alone, and lets the others run
+                    np.copyto(np.asarray(bytes_of(piece)), np.asarray(bytes_of(source)))
+                else:
+                    piece.copy_(source)
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._todo.clear()
+            self._done.set()
+
+    def hold(self) -> None:
+        """Let the next change of the state wait for the copy: a GPU's queue, or the caller."""
+        if self._done.is_set():
+            return
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._todo:
+            self._done.wait()

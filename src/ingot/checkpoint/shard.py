@@ -4,11 +4,15 @@ The library's own save_file would take a second read of the file for the hash; i
 having read as much as the header claims to be. Files are the same either way: the library loads ours.
 """
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -25,6 +29,7 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK = 1 << 22
+PAGE = 4096
 MAX_HEADER_BYTES = 1 << 25
 
 
@@ -34,37 +39,70 @@ class _Span(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+def header_of(tensors: dict[str, Tensor]) -> bytes:
+    """The first bytes of a file of tensors in this order, filled up to a whole page."""
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    return len(text).to_bytes(8, "little") + text
+
+
+def in_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Wide types first, so that without gaps each begins where its type may."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
 def write_shard(path: Path, tensors: dict[str, Tensor], get: Callable[[str], Tensor] | None = None) -> File:
     """Write tensors to a new file and onto the disk. With `get` their values come from there, one at a time."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each begins where its type may
-    header, end = {}, 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest = xxhash.xxh3_128()
-    with path.open("wb", buffering=1 << 20) as file:
-        for block in _blocks(
-            len(text).to_bytes(8, "little") + text, [n for n, _ in ordered], get or tensors.__getitem__
-        ):
+    tensors = in_order(tensors)
+    values = map(get, tensors) if get is not None else iter(tensors.values())
+    blocks = (block for tensor in values for block in blocks_of(bytes_of(tensor)))
+    return write_blocks(path, chain([memoryview(header_of(tensors))], blocks))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def blocks_of(content: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, len(content), BLOCK):
+        yield content[begin : begin + BLOCK]
+
+
+def write_blocks(path: Path, blocks: Iterable[memoryview]) -> File:
+    """Write a new file and hash it on the way.
+
+    Past the page cache where the blocks are whole pages and the file system can: the cache would cost a processor as
+    much as the hash, and push out what training uses.
+    """
+    digest, size = xxhash.xxh3_128(), 0
+    descriptor, direct = _create(path)
+    try:
+        for block in blocks:
             digest.update(block)  # this and the write let other threads run
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return File(8 + len(text) + end, digest.hexdigest())
+            size += len(block)
+            while block:
+                try:
+                    block = block[os.write(descriptor, block) :]
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not direct:
+                        raise
+                    direct = False
+                    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_WRONLY)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return File(size, digest.hexdigest())
 
 
-def _blocks(header: bytes, names: list[str], get: Callable[[str], Tensor]) -> Iterator[memoryview]:
-    yield memoryview(header)
-    for name in names:
-        tensor = get(name)
-        if tensor.numel():
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            for begin in range(0, len(content), BLOCK):
-                yield content[begin : begin + BLOCK]
+def _create(path: Path) -> tuple[int, bool]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with contextlib.suppress(OSError, AttributeError):
+        return os.open(path, flags | os.O_DIRECT, 0o666), True
+    return os.open(path, flags, 0o666), False
 
 
 class Shard:

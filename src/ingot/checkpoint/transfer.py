@@ -42,7 +42,8 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
     }
     state = {"config": values, "source": folder.name, "versions": {"ingot": __version__}}
     try:
-        save_checkpoint(out, 0, {MODEL: {name: tensors.get(name) for name in tensors.names()}}, state)
+        described = {name: tensors.get(name).to("meta") for name in tensors.names()}  # one is in memory at a time
+        save_checkpoint(out, 0, {MODEL: described}, state, lambda _, name: tensors.get(name))
         if tokenizer := tokenizer_folder(folder):
             load_tokenizer(tokenizer).save(out / "tokenizer")
         header = f"# Imported from {folder.name}. To train on: ingot train {out}/config.yaml data=... load_path={out}\n"

@@ -34,7 +34,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print script and spec; 
 Dialect = Annotated[str | None, typer.Option(help="Whose keys the files have: foundry, neox, megatron.")]
 
 
-def _common(values: dict[str, Any]) -> dict[str, Any]:
+def common_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Options as fields of the spec."""
     from ingot.launch.place import parse_env
 
     values["mounts"] = [part for text in values["mounts"] or [] for part in text.split(",")]
@@ -43,7 +44,8 @@ def _common(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _arguments(arguments: list[str] | None, config: str | None, updates: str | None) -> list[str]:
+def run_arguments(arguments: list[str] | None, config: str | None, updates: str | None) -> list[str]:
+    """What describes the run, of all three ways to say it."""
     found = [*([config] if config else []), *(arguments or []), *shlex.split(updates or "")]
     if not found:
         raise ConfigError("nothing to launch: name a recipe, for example `ingot launch slurm mpt-125m -N 2`")
@@ -88,7 +90,7 @@ def slurm(
     from ingot.launch.submit import submit_to_slurm
 
     given = {key: value for key, value in locals().items() if key in FIELDS}
-    spec, notes = place_training(_arguments(arguments, config, updates), _common(given), dialect)
+    spec, notes = place_training(run_arguments(arguments, config, updates), common_options(given), dialect)
     for note in notes:
         print(note, file=sys.stderr)
     if dry_run:

@@ -233,11 +233,10 @@ def _bytes(option: str, text: str) -> int:
 def _print_summary(name: str, report: Any) -> None:
     split = report.splits[name]
     rate = split.bytes / report.seconds / 1e6 if report.seconds else 0.0
-    print(
-        f"{split.folder}: {split.documents:,} documents, {split.bytes:,} bytes of text, {split.tokens:,} tokens", end=""
-    )
-    print(f", {split.samples:,} samples" if split.samples else "", end="")
-    print(f" in {split.shards} shards; {report.seconds:.1f} s, {rate:.1f} MB/s")
+    about = "about " if split.is_estimate else ""
+    print(f"{split.folder}: {about}{split.documents:,} documents, {about}{split.bytes:,} bytes of text, ", end="")
+    print(f"{split.tokens:,} tokens" + (f", {split.samples:,} samples" if split.samples else ""), end="")
+    print(f" in {split.shards:,} shard{'s' * (split.shards != 1)}; {report.seconds:.1f} s, {rate:.1f} MB/s")
     if split.skipped or split.empty:
         print(f"left out: {split.skipped:,} bad records, {split.empty:,} empty documents")
         for line in split.bad_records:

@@ -40,7 +40,7 @@ def train(
     from ingot.config.load import load_config
     from ingot.launch.local import run_processes
     from ingot.launch.node import find_node
-    from ingot.parallel.config import choose_layout
+    from ingot.parallel.fit import choose_layout
     from ingot.parallel.place import find_place
     from ingot.train.config import RunConfig
     from ingot.train.heartbeat import dump_stacks_on_request
@@ -52,11 +52,13 @@ def train(
     if place.world == 1 and "RANK" not in os.environ:
         node = find_node(nproc, world_size, node_rank, master_addr, master_port, lambda: _devices(config))
         batch = config.global_train_batch_size
-        choose_layout(config.parallel, node.world, config.model, config.max_seq_len, batch)
+        choose_layout(config.parallel, node.world, config.model, batch, config.work, node=node.processes)
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]
-            sys.exit(run_processes(command, node, Path(config.run_folder), lambda size: _fitting(size, batch)))
+            sys.exit(
+                run_processes(command, node, Path(config.run_folder), lambda size: fitting_microbatch(size, batch))
+            )
     from ingot.report.run import train as run
 
     dump_stacks_on_request()
@@ -78,6 +80,6 @@ def _devices(config: "RunConfig") -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _fitting(size: int, batch: int) -> int:
+def fitting_microbatch(size: int, batch: int) -> int:
     """The largest microbatch up to a size that divides the global batch."""
     return next(n for n in range(min(size, batch), 0, -1) if batch % n == 0)

@@ -2,9 +2,11 @@
 
 Processes agree through files alone. A shard is written to `.ingot/NAME.part` in the cache folder, and whoever holds the
 lock on that file fetches it; the kernel drops the lock with its process, so a dead owner never blocks anyone, and what
-it left is swept up by the next start. When size and hash are right, the file is renamed to its place. `.ingot/NAME.own`
-remembers that it is ours: only such files are ever evicted. The usual way, states in shared memory, survives a SIGKILL
-in the wrong state and then blocks the next run.
+it left is swept up by the next start. An owner that lives but hangs (stopped, or stuck in a dead file system) loses its
+file after LEASE_SECONDS without a byte: whoever waits removes the name and starts a file of its own. When size and hash
+are right, the file is renamed to its place, unless it was lost in the meantime. `.ingot/NAME.own` remembers that it is
+ours: only such files are ever evicted. The usual way, states in shared memory, survives a SIGKILL in the wrong state
+and then blocks the next run.
 
 Compressed shards of a local data set go the same way, from the folder into itself.
 """
@@ -18,6 +20,7 @@ import io
 import json
 import os
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
@@ -38,6 +41,7 @@ from ingot.errors import DataError, DiskError, IngotError
 THREADS = 8  # downloads at a time
 OPEN_ATTEMPTS = 20
 POLL_SECONDS = 0.02  # how often to look whether another process has finished
+LEASE_SECONDS = 120.0  # more than the timeout of a silent connection and the longest pause before a new attempt
 
 T = TypeVar("T")
 
@@ -82,10 +86,15 @@ class Cache:
 
     def ensure(self, wanted: Wanted) -> Path:
         """The path of a file, which is fetched first if it is not there."""
-        path = self.folder / wanted.target.basename
-        while not self._try(wanted, path, may_evict_kept=True):
-            if self._closed.wait(POLL_SECONDS):  # another thread or process is at it
+        path, part = self.folder / wanted.target.basename, self._part(wanted.target.basename)
+        seen, since = None, time.monotonic()
+        while not self._try(wanted, path, may_evict_kept=True):  # another thread or process is at it
+            if self._closed.wait(POLL_SECONDS):
                 raise DataError(f"{path} was being fetched when the cache was closed")
+            if (found := _stamp(part)) != seen:
+                seen, since = found, time.monotonic()
+            elif seen is not None and time.monotonic() - since > LEASE_SECONDS:
+                self._remove_part(part, seen)
         return path
 
     def open(self, wanted: Wanted, opener: Callable[[Path], T]) -> T:
@@ -149,17 +158,13 @@ class Cache:
                     return False
                 try:
                     if path.exists():  # finished by another between the look and the lock
-                        part.unlink()
                         return True
                     if not self._make_room(file, wanted.target.bytes, may_evict_kept):
-                        part.unlink()
                         return False
                     self.remote.retry(wanted.source.basename, lambda: self._fetch(wanted, file), self._closed)
-                    self._commit(file, part, path, own=self._own(name))
-                except BaseException:
-                    part.unlink(missing_ok=True)
-                    raise
-            return True
+                    return self._commit(file, part, path, own=self._own(name))
+                finally:
+                    self._remove_part(part, _stamp(file.fileno()))
         except NotThere:
             raise DataError(
                 f"{self.remote.url}/{wanted.source.basename} does not exist, though the index names it; copy it again"
@@ -167,29 +172,44 @@ class Cache:
         except OSError as error:
             raise _disk_error(path, error) from None
 
-    def _commit(self, file: IO[bytes], part: Path, path: Path, own: Path | None = None) -> None:
+    def _commit(self, file: IO[bytes], part: Path, path: Path, own: Path | None = None) -> bool:
+        """Put a complete file in its place; False if it was taken for that of a hanging process."""
         file.flush()
         os.fsync(file.fileno())
-        if own is not None:  # before the rename, or a kill in between would leave a file that is never evicted
-            made = os.fstat(file.fileno())
-            mark = {"inode": made.st_ino, "mtime": made.st_mtime_ns, "bytes": made.st_size}
-            name = path.relative_to(self.folder).as_posix()
-            own.write_text(json.dumps({"name": name, **mark}))
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.rename(path)
+        made = os.fstat(file.fileno())
+        with self._lock():
+            if _stamp(part) != _stamp(file.fileno()):
+                return False
+            if own is not None:  # before the rename, or a kill in between would leave a file that is never evicted
+                mark = {"inode": made.st_ino, "mtime": made.st_mtime_ns, "bytes": made.st_size}
+                own.write_text(json.dumps({"name": path.relative_to(self.folder).as_posix(), **mark}))
+            part.rename(path)
+        return True
+
+    def _remove_part(self, part: Path, stamp: tuple[int, int] | None) -> None:
+        """Remove a file in the making, if it is still this one and as it was seen."""
+        with self._lock():
+            if stamp is not None and _stamp(part) == stamp:
+                part.unlink()
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """The one moment in which files change hands; held for a few system calls, never while waiting for anything."""
+        with (self._state / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def put(self, name: str, content: bytes) -> Path:
         """Write a small file, such as an index, that belongs to the data and is never evicted."""
-        path, part = self.folder / name, self._part(name)
+        path, part = self.folder / name, self._part(f"{name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            while True:
+            while True:  # once, unless a process that starts sweeps it up before it is locked
                 with _open_locked(part) as file:
                     if file is not None:
-                        file.truncate(0)
                         file.write(content)
                         self._commit(file, part, path)
                         return path
-                self._closed.wait(POLL_SECONDS)
         except OSError as error:
             raise _disk_error(path, error) from None
 
@@ -197,6 +217,7 @@ class Cache:
         """One attempt: stream, unpack, and compare with what the index promises."""
         source, target = wanted.source, wanted.target
         file.seek(0)
+        os.utime(file.fileno())  # a new attempt is a sign of life
         packed, raw = _Digests(source.hashes), _Digests(target.hashes if wanted.compression else {})
         begin, count = wanted.begin, target.bytes
         chunks = self._checked(packed, self.remote.stream(source.basename, begin, count), source.bytes)
@@ -230,8 +251,7 @@ class Cache:
 
     def _make_room(self, file: IO[bytes], need: int, may_evict_kept: bool) -> bool:
         """Evict what was used longest ago, of our own files only, until this file fits within the limit too."""
-        with (self._state / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._lock():
             file.truncate(need)  # a part has its full size from the start, so that others count it
             if self.limit is None:
                 return True
@@ -286,6 +306,15 @@ class Cache:
 def _close_if_alive(reference: "weakref.ref[Cache]") -> None:
     if cache := reference():
         cache.close()
+
+
+def _stamp(file: Path | int) -> tuple[int, int] | None:
+    """Which file it is, and when it was last written to; None if there is none."""
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 @contextmanager

@@ -111,21 +111,19 @@ def _read_zip(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iter
 def cut_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[bytes]:
     """A stream in blocks of whole lines, of about BLOCK_BYTES each. Of an overlong line only so much is kept that it
     can be seen to be one."""
-    rest = bytearray()
-    limit = options.max_document_bytes
+    rest: list[bytes] = []
+    size, limit = 0, options.max_document_bytes
     while data := stream.read(BLOCK_BYTES):
         end = data.rfind(b"\n") + 1
-        if end and len(rest) > limit:  # its end
-            begin = data.find(b"\n")
-            yield bytes(rest) + data[begin:end]
-            rest = bytearray(data[end:])
-        elif end:
-            yield bytes(rest) + data[:end] if rest else data[:end]
-            rest = bytearray(data[end:])
-        elif len(rest) <= limit:
-            rest += data
-    if rest:
-        yield bytes(rest)
+        if end:
+            begin = data.find(b"\n") if size > limit else 0
+            yield b"".join((*rest, memoryview(data)[begin:end]))  # one copy: the blocks are large
+            rest, size = [data[end:]], len(data) - end
+        elif size <= limit:
+            rest.append(data)
+            size += len(data)
+    if size:
+        yield b"".join(rest)
 
 
 def read_to_newline(file: IO[bytes], limit: int) -> bytes:

@@ -52,7 +52,8 @@ def describe(path: str, split: str | None, local: Path | None, verify: bool) -> 
         yield "no meta.json: written by another tool"
         return
     meta = json.loads(meta_path.read_text(encoding="utf-8"))
-    yield f"{meta['documents']:,} documents, {meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
+    about = "about " if meta.get("prepare", {}).get("report", {}).get("is_estimate") else ""
+    yield f"{about}{meta['documents']:,} documents, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
     if tokenizer := find_tokenizer(place):
         made_with = meta.get("prepare", {}).get("tokenizer")
         if meta["max_token"] >= tokenizer.vocab_size or (made_with and made_with != tokenizer.fingerprint()):
@@ -70,7 +71,8 @@ def _describe_mds(folder: Path, verify: bool) -> Iterator[str]:
     shards = read_index(folder / "index.json")
     samples, size = sum(s.samples for s in shards), sum((s.packed or s.raw).bytes for s in shards)
     kinds = {s.encoding for s in shards} | {s.compression for s in shards if s.compression}
-    yield f"{folder}: MDS, {len(shards):,} shards ({', '.join(sorted(kinds))}), {samples:,} samples, {size:,} bytes"
+    count = f"{len(shards):,} shard{'s' * (len(shards) != 1)}"
+    yield f"{folder}: MDS, {count} ({', '.join(sorted(kinds))}), {samples:,} samples, {size:,} bytes"
     if verify:
         hashed = 0
         for shard in shards:

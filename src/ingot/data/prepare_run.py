@@ -50,6 +50,8 @@ class SplitReport:
     empty: int = 0
     samples: int = 0
     shards: int = 0
+    is_estimate: bool = False
+    """Samples were left out, so documents and bytes are shares of what was read, by tokens."""
     histogram: list[int] = field(default_factory=list)
     """Documents by length: entry b counts those of 2**(b-1) to 2**b - 1 tokens."""
     longest: list[tuple[int, str]] = field(default_factory=list)
@@ -465,7 +467,8 @@ class Preparation:
             report.bad_records = [*report.bad_records, *done["bad"]][:LONGEST]
         kept = sum(self.packer.shard_units)
         if self.plan.format == "mds" and self.tokenizer and kept != report.tokens:
-            # samples were left out: at the end, or by no_wrap. Text counts are scaled to what was kept.
+            # samples were left out: at the end, or by no_wrap
+            report.is_estimate = True
             share = kept / report.tokens if report.tokens else 0.0
             report.bytes, report.documents = round(report.bytes * share), round(report.documents * share)
             report.tokens = kept

@@ -14,7 +14,7 @@ from ingot.errors import ConfigError
 from ingot.launch.ladder import read_history
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.spec import LaunchSpec, make_spec
-from ingot.parallel.config import choose_layout
+from ingot.parallel.fit import choose_layout
 from ingot.train.config import RunConfig
 from ingot.train.run_files import METRICS
 
@@ -40,9 +40,8 @@ def place_training(
         notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
     spec = make_spec(values)
     world = spec.processes * spec.nodes
-    layout, why = choose_layout(
-        config.parallel, world, config.model, config.max_seq_len, config.global_train_batch_size
-    )
+    batch = config.global_train_batch_size
+    layout, why = choose_layout(config.parallel, world, config.model, batch, config.work, node=spec.processes)
     notes.append(f"{spec.nodes} nodes x {spec.processes} processes, {layout}: {why}")
     return spec, notes
 

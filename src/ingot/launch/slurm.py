@@ -124,7 +124,7 @@ def render(spec: LaunchSpec) -> str:
     lines = ["#!/bin/bash", f"# Made by ingot for {spec.name}; its run is described in {SPEC} beside it."]
     lines += [f"#SBATCH {option}" for option in options]
     lines += [f"{name}={shlex.quote(value)}" for name, value in values.items()]
-    lines += ["# shellcheck disable=SC2054  # commas within an option", f"SRUN=({' '.join(map(shlex.quote, srun))})"]
+    lines += ["# shellcheck disable=SC2054,SC2191  # commas and = within an option", f"SRUN=({' '.join(map(shlex.quote, srun))})"]
     return "\n".join(lines) + BODY
 
 

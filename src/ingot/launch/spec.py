@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ingot.config.load import validate
 from ingot.config.schema import Section, impossible
+from ingot.config.secrets import NAMES, SHORTEST
 from ingot.errors import ConfigError
 
 SPEC = "spec.json"
@@ -29,13 +30,14 @@ def _plain(value: str) -> str:
 
 
 def _path(value: str) -> str:
-    if not re.fullmatch(r"/[A-Za-z0-9_.+:@=,/-]*", value) or len(value) > 1000 or ".." in value.split("/"):
-        raise ValueError(f"{value[:60]!r} must be an absolute path of letters, digits and _ . + : @ = , / -")
+    # no : and no comma: lists of mounts are made of paths
+    if not re.fullmatch(r"/[A-Za-z0-9_.+@=/-]*", value) or len(value) > 1000 or ".." in value.split("/"):
+        raise ValueError(f"{value[:60]!r} must be an absolute path of letters, digits and _ . + @ = / -")
     return value
 
 
 def _variable(value: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value) or len(value) > 1000:
         raise ValueError(f"{value[:60]!r} is no name of an environment variable")
     return value
 
@@ -43,7 +45,11 @@ def _variable(value: str) -> str:
 Plain = Annotated[str, AfterValidator(_plain)]
 AbsolutePath = Annotated[str, AfterValidator(_path)]
 Variable = Annotated[str, AfterValidator(_variable)]
-Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9_.+@=/-]*:/[A-Za-z0-9_.+@=/-]*(:(ro|rw))?$")]
+Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9_.+@=/-]*:/[A-Za-z0-9_.+@=/-]*(:(ro|rw))?$", max_length=1000)]
+Claim = Annotated[
+    str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[A-Za-z0-9_.+@=/-]+(:(ro|rw))?$", max_length=1000)
+]
+Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=63)]
 
 
 class LaunchSpec(Section):
@@ -81,7 +87,7 @@ class LaunchSpec(Section):
     """Names of variables whose values are taken where the job starts, and are written nowhere."""
     python: AbsolutePath | None = None
     """The interpreter on the nodes. Default: this one, or python3 of the image."""
-    time: Annotated[str, Field(pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$")] = "24:00:00"
+    time: Annotated[str, Field(pattern=r"^([0-9]{1,3}-)?[0-9]{1,3}(:[0-9]{2}){0,2}$")] = "24:00:00"
     """Time limit of one job: days-hours:minutes:seconds."""
     partition: Plain | None = None
     """Slurm partition."""
@@ -89,7 +95,7 @@ class LaunchSpec(Section):
     """Slurm account."""
     qos: Plain | None = None
     """Slurm quality of service."""
-    constraint: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.&|\[\]*,-]+$")] | None = None
+    constraint: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.&|\[\]*,-]+$", max_length=1000)] | None = None
     """Slurm node features."""
     exclude: list[Plain] = Field(default_factory=list)
     """Nodes not to use."""
@@ -101,12 +107,23 @@ class LaunchSpec(Section):
     """How long before the time limit the run is asked to save and stop."""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)] = "default"
     """Kubernetes namespace."""
+    claims: list[Claim] = Field(default_factory=list)
+    """Kubernetes volumes seen by all pods: CLAIM:TARGET[:ro]."""
+    queue: Label | None = None
+    """Kueue queue that admits all pods at once."""
+    secret_name: Label | None = None
+    """Kubernetes Secret that holds the values of `secrets`, under their names."""
+    restarts: int = Field(10, ge=0, le=1000)
+    """How often Kubernetes may make all pods anew."""
 
     @model_validator(mode="after")
     def _check(self) -> "LaunchSpec":
         for name, value in {"image": self.image or "", **{f"env.{k}": v for k, v in self.env.items()}}.items():
             if re.search(r"[\x00-\x1f\x7f]", value):
                 raise impossible(name.partition(".")[0], f"{name} has a control character in it")
+        for name, value in self.env.items():
+            if NAMES.search(name) and len(value) >= SHORTEST:
+                raise impossible("env", f"{name} looks like a secret, and would be written down; use --secret {name}")
         if self.image is not None and not re.fullmatch(r"[A-Za-z0-9/][A-Za-z0-9_.+:@#/-]*", self.image):
             raise impossible("image", f"{self.image[:60]!r} is neither a path nor an image name")
         if any("\x00" in argument for argument in self.arguments):

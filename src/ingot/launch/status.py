@@ -47,9 +47,7 @@ class Status:
         out += [f"job {job}: {state}" for job, state in self.jobs.items()]
         out.append(f"failures: {len(self.failures)}")
         for failure in self.failures[-5:]:
-            where = (
-                f"attempt {failure['attempt']}, rank {failure['rank']} on {failure['host']}, batch {failure['batch']}"
-            )
+            where = "attempt {attempt}, rank {rank} on {host}, batch {batch}".format(**failure)
             out.append(redact(f"  {failure['time']} {failure['kind']}: {failure['message']} ({where})"))
         out += [f"node {node}: {count} strikes, left out of the next job" for node, count in self.strikes.items()]
         return out

@@ -9,7 +9,7 @@ from ingot.train.run_files import FINISHED, STOP
 
 
 def stop_run(run: Path, now: bool) -> str:
-    """Ask a run to save and end (it looks for the file STOP once a second), or end its job at once; says what was done."""
+    """Ask a run to save and end (it looks for the file STOP once a second), or end its job now; says what was done."""
     if (run / FINISHED).exists():
         return f"{run} has finished already"
     (run / STOP).touch()  # keeps the rest of a chain from starting, too

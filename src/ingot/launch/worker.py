@@ -34,9 +34,15 @@ HALT = "HALT"  # in the launch folder: no job of the chain need try again
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--spec", type=Path, required=True)
+    parser.add_argument("--pod", action="store_true", help="count attempts here: Kubernetes has no job script to do so")
     options = parser.parse_args()
     try:
-        return Worker(read_spec(options.spec), os.environ).run()
+        spec = read_spec(options.spec)
+        if options.pod:
+            from ingot.launch.pod import run_pod
+
+            return run_pod(spec, os.environ)
+        return Worker(spec, os.environ).run()
     except IngotError as error:
         print(f"{socket.gethostname()}: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -60,7 +66,7 @@ class Worker:
         verdict = judge(read_failures(self.run_folder))
         if not verdict.again:
             return self._end(verdict.exit_code, verdict.reason)
-        os.environ.update(self._variables())
+        os.environ.update(self.variables())
         os.chdir(self.spec.workdir)
         self._limits()
         spec = self.spec
@@ -89,7 +95,9 @@ class Worker:
         print(f"{socket.gethostname()}: rank {outcome.rank} failed: {outcome.failure.message}", file=sys.stderr)
 
     def _others_failed(self) -> bool:
-        return self.code_file.exists()
+        with suppress(FileNotFoundError):
+            return int(self.code_file.read_text()) not in (EXIT_FINISHED, EXIT_CONTINUE)
+        return False
 
     def _end(self, code: int, reason: str = "") -> int:
         """Tell the job; the first word counts."""
@@ -105,7 +113,8 @@ class Worker:
             (self.spec.folder / HALT).write_text(f"{reason}\n", encoding="utf-8")
         return 0 if code in (EXIT_FINISHED, EXIT_CONTINUE) else code
 
-    def _variables(self) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
+        """What the profile, the user and the secrets add to the environment."""
         values = find_profile(self.spec.profile).variables | self.spec.env
         values |= {"PYTHONUNBUFFERED": "1"}
         for name in self.spec.secrets:

@@ -7,7 +7,7 @@ layout: it can be cut between heads for tensor parallelism, which [all Q | all K
 """
 
 import math
-from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -39,10 +39,13 @@ def choose_kernel(config: ModelConfig, device: torch.device) -> tuple[str, str]:
     """The attention kernel for training on a device, and why."""
     if config.positions != "alibi":
         return "sdpa", "plain causal attention: torch picks cuDNN, Flash or its CPU kernel"
-    if device.type == "cuda" and config.attn_pdrop == 0:
-        return "flex", "FlexAttention adds the ALiBi bias inside the kernel"
-    why = "FlexAttention has no dropout" if device.type == "cuda" else "FlexAttention has no backward on CPU"
-    return "sdpa", f"ALiBi as an additive mask, since {why}"
+    if device.type != "cuda":
+        return "sdpa", "ALiBi as an additive mask, since our kernel for it needs a GPU"
+    if config.attn_pdrop > 0:
+        return "sdpa", "ALiBi as an additive mask, since our kernel for it has no dropout"
+    if find_spec("triton") is None:
+        return "sdpa", "ALiBi as an additive mask, since our kernel for it needs Triton, which is not installed"
+    return "alibi", "our Triton kernel, which skips what ALiBi makes vanish"
 
 
 def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:
@@ -110,7 +113,7 @@ class Attention(nn.Module):
         per_group = c.n_heads // c.kv_heads
         qkv = qkv.view(batch, time, -1, per_group + 2, c.head_width)  # [B, T, G, queries + key + value, D]
         q, k, v = qkv[:, :, :, :per_group], qkv[:, :, :, per_group], qkv[:, :, :, per_group + 1]
-        if isinstance(attend, AlibiAttend) and not c.qk_ln:
+        if isinstance(attend, AlibiAttend) and attend.takes(qkv) and not c.qk_ln and cache is None:
             return self.out(attend.fused(qkv).view(batch, time, -1))
         if c.qk_ln:
             q = self.q_norm(q.reshape(batch, time, -1)).to(v.dtype)
@@ -154,12 +157,17 @@ class SdpaAttend:
 
 
 class AlibiAttend:
-    """Our Triton kernel, which reads queries, keys and values where the projection left them."""
+    """Our Triton kernel for training on sequences of one length. It reads the fused projection where it lies."""
 
     def __init__(self, config: ModelConfig, length: int, device: torch.device, heads: slice = slice(None)):
         self.length = length
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         self.slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)  # [H]
+        self.exact = SdpaAttend(config, length, length, device, heads)
+
+    def takes(self, qkv: Tensor) -> bool:
+        """Whether the kernel is exact enough for a projection: in fp32 its products would be in TF32."""
+        return qkv.dtype != torch.float32
 
     def fused(self, qkv: Tensor) -> Tensor:
         """[B, T, G, queries + key + value, D] to [B, T, H, D]."""
@@ -168,51 +176,8 @@ class AlibiAttend:
         return alibi_attention(qkv, self.slopes, self.scale)[0]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        groups = k.shape[1]
-        q = q.transpose(1, 2).unflatten(2, (groups, -1))  # [B, T, G, queries, D]
+        if not self.takes(q):
+            return self.exact(q, k, v, dropout)
+        q = q.transpose(1, 2).unflatten(2, (k.shape[1], -1))  # [B, T, G, queries, D]
         k, v = (t.transpose(1, 2).unsqueeze(3) for t in (k, v))
         return self.fused(torch.cat([q, k, v], 3)).transpose(1, 2)
-
-
-class FlexAttend:
-    """FlexAttention with ALiBi inside the kernel, for training on sequences of one length.
-
-    The block mask is made here, once: inside a compiled model it would be traced again and again.
-    """
-
-    def __init__(self, config: ModelConfig, length: int, device: torch.device, heads: slice = slice(None)):
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        self.length = length
-        self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
-        self.grouped = config.kv_heads != config.n_heads
-        self.slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)  # [H]
-        self.blocks = create_block_mask(_causal, None, None, length, length, device=str(device))
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        slopes = self.slopes
-
-        def alibi(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + slopes[head] * (key - query)
-
-        kernel = _flex_kernel(torch.compiler.is_compiling())
-        return kernel(q, k, v, score_mod=alibi, block_mask=self.blocks, scale=self.scale, enable_gqa=self.grouped)
-
-
-def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
-
-
-def _flex_kernel(compiling: bool) -> Callable[..., Tensor]:
-    """FlexAttention itself inside a compiled model; outside, compiled alone (uncompiled it is slow and large)."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    global _compiled_flex
-    if compiling:
-        return flex_attention
-    if _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention)
-    return _compiled_flex
-
-
-_compiled_flex: Callable[..., Tensor] | None = None

@@ -54,7 +54,7 @@ class _Multiply(torch.autograd.Function):
         return multiply(x8, x_scale, rows.t(), scale, torch.bfloat16)
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x8, x_scale, columns, scale = ctx.saved_tensors
         d8, d_scale = quantize(d_y, BACKWARD)
         d_x = multiply(d8, d_scale, columns.t(), scale, torch.bfloat16)

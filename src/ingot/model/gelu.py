@@ -32,7 +32,7 @@ class Gelu(torch.autograd.Function):
         return (wide * normal(wide)[0]).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         wide = x.float()
         phi, bell = normal(wide)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.model.attention import AlibiAttend, Attend, Attention, FlexAttend, KVCache, SdpaAttend, rotary_tables
+from ingot.model.attention import AlibiAttend, Attend, Attention, KVCache, SdpaAttend, rotary_tables
 from ingot.model.config import ModelConfig
 from ingot.model.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
@@ -23,6 +23,7 @@ except ImportError:  # torch for CPUs comes without Triton
     linear_cross_entropy = None  # type: ignore[assignment]
 
 IGNORE = -100  # a label that takes no part in the loss
+DEEP = 16  # layers from which a model is compiled block by block
 
 
 class Block(nn.Module):
@@ -65,7 +66,7 @@ class GPT(nn.Module):
         self.norm_f = make_norm(config, config.d_model)
         if not config.tie_word_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_rows, bias=False)
-        self.kernel: AlibiAttend | FlexAttend | None = None
+        self.kernel: AlibiAttend | None = None
         self.recompute: str | None = None  # full or selective
 
     def forward(
@@ -84,7 +85,7 @@ class GPT(nn.Module):
         return self.logits(hidden) if labels is None else self.loss(hidden, labels)
 
     def train(self, mode: bool = True) -> "GPT":
-        """As ever; and since every step and every evaluation begins here, narrow weights catch up with the optimizer."""
+        """As ever; and since each step and each evaluation begins here, narrow weights catch up with the optimizer."""
         super().train(mode)
         renew(self)
         return self
@@ -95,7 +96,7 @@ class GPT(nn.Module):
         if self.config.positions == "learned":
             x = x + self.wpe(positions)
         if autocast_dtype(x.device) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream, as in a model that is spread over processes: half the traffic
+            x = x.bfloat16()  # and with it the residual stream: half its traffic and memory
         return self.dropout(x)
 
     def transform(self, x: Tensor, positions: Tensor, start: int = 0, cache: KVCache | None = None) -> Tensor:
@@ -120,11 +121,10 @@ class GPT(nn.Module):
 
     def use_kernel(self, kernel: str, seq_len: int, device: torch.device) -> None:
         """Train with the kernel that `choose_kernel` chose."""
-        kinds = {"alibi": AlibiAttend, "flex": FlexAttend}
-        self.kernel = kinds[kernel](self.config, seq_len, device) if kernel in kinds else None
+        self.kernel = AlibiAttend(self.config, seq_len, device) if kernel == "alibi" else None
 
-    def use_precision(self, precision: str, device: torch.device) -> str:
-        """Prepare the linear layers of the blocks to train in a precision; gives what was done, to be printed."""
+    def use_precision(self, precision: str, device: torch.device) -> str | None:
+        """Prepare the linear layers of the blocks to train in a precision; gives what the user should know of it."""
         if precision == "fp8":
             if why := why_no_fp8(device):
                 narrow_weights(self.blocks, torch.bfloat16)
@@ -132,8 +132,17 @@ class GPT(nn.Module):
             return f"{use_fp8(self.blocks)} linear layers multiply in 8 bits"
         if precision == "bf16":
             narrow_weights(self.blocks, torch.bfloat16)
-            return "bf16 copies of the weights are made once per step"
-        return precision
+        return None
+
+    def compiled(self) -> nn.Module:
+        """The model compiled for one process: a shallow one whole; a deep one by blocks, which share one program, so
+        that 24 layers take seconds, not a minute, and run under 1% slower. Recomputing needs the whole in view."""
+        budget = torch._functorch.config.activation_memory_budget
+        if len(self.blocks) < DEEP or self.recompute is not None or budget < 1:
+            return torch.compile(self, dynamic=False)  # type: ignore[return-value]
+        for part in (*self.blocks, self.norm_f):
+            part.compile(dynamic=False)
+        return self
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The summed cross-entropy, a scalar: the caller divides by the tokens of the whole global batch."""

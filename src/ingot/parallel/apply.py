@@ -129,6 +129,10 @@ class Spread:
         count = torch.tensor(float(own), device=self.mesh.device)
         return self.mesh.sum(count, self.mesh.speaks_for_data).clamp(min=1.0)
 
+    def lowest(self, value: float) -> float:
+        """The lowest of all processes' values, on every process."""
+        return min(row[0] for row in self.per_rank([value]))
+
     def first_says(self, value: bool) -> bool:
         """What the first process says, on every process."""
         return bool(self.mesh.sum(torch.tensor(float(value), device=self.mesh.device), dist.get_rank() == 0))

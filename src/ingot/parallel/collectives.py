@@ -1,5 +1,5 @@
-"""The differentiable collectives that we call ourselves: an all-gather whose backward pass is a reduce-scatter, and a
-sum whose backward pass is a sum.
+"""The differentiable collectives that we call ourselves: an all-gather whose backward pass is a reduce-scatter, the
+reverse, and a sum whose backward pass is a sum.
 
 Not torch.distributed.nn.functional.all_gather: on gloo it returns wrong gradients when they are not row-major.
 """
@@ -11,13 +11,19 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-# the name since torch 2.13, and the one before
+# the names since torch 2.13, and those before
 _gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+_scatter = getattr(functional, "reduce_scatter_single_autograd", None) or functional.reduce_scatter_tensor_autograd
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all processes of a group, joined along a dimension."""
     return _gather(x.contiguous(), dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This process's part, along a dimension, of the sum of a tensor over a group."""
+    return _scatter(x.contiguous(), "sum", dim, group)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, kind: str = "sum") -> Tensor:

@@ -26,12 +26,14 @@ class ParallelConfig(Section):
     shard: int | Degree = "auto"
     """Processes that share weights, gradients and optimizer (FSDP2), each on its own part of the batch; with replicate
     it is HSDP. auto: all that the other axes leave. One process alone is not wrapped, unless this says 1."""
-    context: int | Degree = 1
-    """Processes that share a sequence: attention gathers keys and values over them."""
-    tensor: int | Degree = 1
-    """Processes that share each matrix (tensor and sequence parallel)."""
-    pipeline: int | Degree = 1
-    """Processes that each hold a range of layers."""
+    context: int | Degree = "auto"
+    """Processes that share a sequence: attention gathers keys and values over them. auto: 1, or as many as it takes
+    to fit where tensor alone does not."""
+    tensor: int | Degree = "auto"
+    """Processes that share each matrix (tensor and sequence parallel). auto: 1, or as many of a machine as it takes to
+    fit into the devices' memory."""
+    pipeline: int | Degree = "auto"
+    """Processes that each hold a range of layers. auto: 1, or as many as it takes to fit where the others do not."""
     reshard_after_forward: bool | Degree = "auto"
     """Free a block's gathered weights after the forward pass and gather them again for the backward pass: less memory,
     half as much traffic again. auto: yes, but not in a pipeline, where each microbatch would gather them again."""
@@ -73,10 +75,11 @@ class Layout:
         return batch * data_rank // self.data, batch * (data_rank + 1) // self.data
 
 
-def choose_layout(
+def complete_layout(
     config: ParallelConfig, world: int, model: ModelConfig, seq_len: int, batch: int
 ) -> tuple[Layout, str]:
-    """The layout for a number of processes, and why; an impossible one is refused with the nearest that work."""
+    """The layout for a number of processes, and why, where `auto` of tensor, context and pipeline stands for 1; an
+    impossible one is refused with the nearest that work."""
     asked = {axis: getattr(config, axis) for axis in AXES}
     for axis, value in asked.items():
         if value != "auto" and value < 1:

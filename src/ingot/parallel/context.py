@@ -9,7 +9,7 @@ tokens.
 import torch
 from torch import Tensor
 
-from ingot.model.attention import Attend, FlexAttend, SdpaAttend
+from ingot.model.attention import AlibiAttend, Attend, SdpaAttend
 from ingot.model.gpt import GPT
 from ingot.parallel.collectives import all_gather
 from ingot.parallel.mesh import Mesh
@@ -53,12 +53,12 @@ class GatheredAttend:
 
 def replace_attention(gpt: GPT, mesh: Mesh, cut: SequenceCut | None, kernel: str, seq_len: int, heads: slice) -> None:
     """Let a model attend with its own heads only, and over the context axis if there is one."""
-    flex = FlexAttend(gpt.config, seq_len, mesh.device, heads) if kernel == "flex" and cut is None else None
+    alibi = AlibiAttend(gpt.config, seq_len, mesh.device, heads) if kernel == "alibi" and cut is None else None
 
     def attend_over(new: int, total: int, device: torch.device) -> Attend:
         if cut is not None:
             chunks = [SdpaAttend(gpt.config, new // 2, end, device, heads) for end in cut.ends]
             return GatheredAttend(cut, mesh, chunks)
-        return flex or SdpaAttend(gpt.config, new, total, device, heads)
+        return alibi or SdpaAttend(gpt.config, new, total, device, heads)
 
     gpt.attend_over = attend_over  # type: ignore[method-assign]

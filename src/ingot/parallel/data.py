@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ingot.model.gpt import GPT
 from ingot.parallel.mesh import Mesh
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def shard_data_parallel(root: nn.Module, gpt: GPT, mesh: Mesh, precision: str, reshard_after_forward: bool) -> None:

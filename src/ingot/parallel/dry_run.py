@@ -41,6 +41,9 @@ def dry_run(
         raise ConfigError("a dry run goes through one stage at a time; leave out parallel.pipeline")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # as a GPU's kernels do it: no attention weights are kept for dropout, and no bias is laid out for ALiBi
+    positions = "none" if config.positions == "alibi" else config.positions
+    config = config.model_copy(update={"attn_pdrop": 0.0, "positions": positions})
     device = torch.device("cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.size)
     try:
@@ -57,7 +60,7 @@ def dry_run(
         with fake, memory:
             optimizer = make_optimizer(spread)
             tokens = torch.zeros(micro, seq_len, dtype=torch.long)
-            for _ in range(2):  # the optimizer's state comes with the first
+            for _ in range(2):  # the optimizer's state comes with the first; its gradients stay, as when accumulating
                 memory.peak = 0
                 spread.before_backward(last=True)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
@@ -67,7 +70,6 @@ def dry_run(
                 sizes["gradients"] = sum(local(p.grad).nbytes for p in spread.names if p.grad is not None)
                 spread.clip_gradients(1.0)
                 optimizer.step()
-                optimizer.zero_grad()
         state = (t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor))
         return sizes | {"optimizer": sum(local(t).nbytes for t in state), "peak": memory.peak}
     finally:

@@ -96,6 +96,10 @@ class Pipeline:
         ranks = self.mesh.layout.pipeline
         return max(-(-at_least // ranks) * ranks, self.count)
 
+    def forget_shapes(self) -> None:
+        """Let go of what was made for batches that do not come again."""
+        self._schedules.clear()
+
     def accumulate(self, tokens: Tensor, labels: Tensor, microbatches: int, batch_tokens: Tensor) -> Tensor:
         """Add the gradients of a batch; gives this process's part of the loss (zero but at the last stage)."""
         self._tokens = batch_tokens

@@ -35,6 +35,8 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
     else:
         return Place()
     number = {field: _integer(env, name) for field, name in names.items() if name in env}
+    if match := re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "")):  # such as 8(x4); torchrun says its own
+        number.setdefault("local_world", int(match[0]))
     # jobs of one cluster account that share a node must not share a port
     port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
     if "SLURM_JOB_ID" in env and "MASTER_PORT" not in env:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ingot.model.gpt import GPT, IGNORE
-from ingot.parallel.collectives import all_gather, all_reduce, sum_over
+from ingot.parallel.collectives import all_gather, all_reduce, reduce_scatter, sum_over
 from ingot.parallel.mesh import Mesh
 
 BLOCK = {
@@ -35,8 +35,6 @@ BLOCK = {
     "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
 }
 ENDS = {
-    "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),  # [B, T] -> [B, T/tensor, d]
-    "wpe": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),  # [T] -> [T/tensor, d]
     "norm_f": SequenceParallel(use_local_output=True),
     "head": ColwiseParallel(),  # only its weight is used, by the loss below
 }
@@ -50,21 +48,46 @@ def shard_tensors(gpt: GPT, mesh: Mesh) -> None:
         parts = dict(block.named_modules())
         parallelize_module(block, mesh.tensor, {name: style for name, style in BLOCK.items() if name in parts})
         if gpt.config.qk_ln:
-            attention = parts["attn"]
+            attention: Any = parts["attn"]
             attention.q_norm, attention.k_norm = (_HeadNorm(n, mesh) for n in (attention.q_norm, attention.k_norm))
-    if "wte" in present:
-        # torch.compile takes the gradient of a tensor for zero if a collective, as here, is still filling it
-        gpt.wte.register_forward_hook(lambda module, inputs, output: output.clone())
+    for name in ("wte", "wpe"):
+        if name in present:
+            setattr(gpt, name, _Embedding(present[name], mesh))
     gpt.loss = partial(vocabulary_parallel_loss, gpt, mesh)  # type: ignore[method-assign]
+
+
+class _Embedding(nn.Module):
+    """An embedding cut by rows: tokens [..., T] that all have to vectors [..., T/tensor, d].
+
+    Not DTensor's: its backward pass makes the gradient of all rows on every process before it cuts it.
+    """
+
+    weight: Any
+
+    def __init__(self, whole: Any, mesh: Mesh):
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(whole.weight, mesh.tensor, [Shard(0)]))
+        self.group, self.rank = mesh.tensor.get_group(), mesh.tensor_rank
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.weight.to_local()  # [V/tensor, d]
+        row = tokens - self.rank * len(weight)
+        own = (row >= 0) & (row < len(weight))
+        x = F.embedding(torch.where(own, row, 0), weight) * own.unsqueeze(-1)
+        # a copy, since torch.compile takes the gradient of a tensor for zero that a collective is still filling
+        return reduce_scatter(x, tokens.ndim - 1, self.group).clone()
 
 
 class _HeadNorm(nn.Module):
     """A layer or root-mean-square norm over all heads, on the heads of one process: x [B, T, F/tensor], in fp32."""
 
-    def __init__(self, norm: nn.Module, mesh: Mesh):
+    weight: Any
+    bias: Any
+
+    def __init__(self, norm: Any, mesh: Mesh):
         super().__init__()
         self.group, self.ranks = mesh.tensor.get_group(), mesh.layout.tensor
-        self.centred, self.eps = isinstance(norm, nn.LayerNorm), norm.eps
+        self.centred, self.eps = isinstance(norm, nn.LayerNorm), float(norm.eps)
         for name in ("weight", "bias"):
             whole = getattr(norm, name, None)
             cut = nn.Parameter(distribute_tensor(whole, mesh.tensor, [Shard(0)])) if whole is not None else None

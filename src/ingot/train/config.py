@@ -16,8 +16,10 @@ from ingot.data.config import DataConfig
 from ingot.errors import ConfigError
 from ingot.model.config import ModelConfig
 from ingot.parallel.config import ParallelConfig
+from ingot.parallel.fit import Work
 
-PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
+                     "amp_fp8": "fp8"}  # fmt: skip
 
 
 class OptimizerConfig(Section):
@@ -126,7 +128,7 @@ class RunConfig(Section):
     """The learning-rate schedule."""
     gradient_clipping: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; null to leave gradients alone."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
     """Type of the matrix products. Master weights and optimizer are fp32 always. Composer's amp_* names work."""
 
     guards: GuardsConfig = GuardsConfig()
@@ -277,6 +279,12 @@ class RunConfig(Section):
     def recompute(self) -> str | None:
         """What blocks recompute: full, selective, or nothing that they know of."""
         return {True: "full", "selective": "selective"}.get(self.activation_checkpointing)
+
+    @property
+    def work(self) -> Work:
+        """What a process does at a time: the microbatch, or where that is chosen later a single sequence."""
+        micro = 1 if self.device_train_microbatch_size == "auto" else self.device_train_microbatch_size
+        return Work(self.max_seq_len, micro, self.precision, self.recompute, self.optimizer.name)
 
     @property
     def run_folder(self) -> str:

@@ -9,7 +9,7 @@ from ingot.errors import ConfigError
 from ingot.parallel.config import Layout
 from ingot.train.config import RunConfig
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what autocast multiplies
 # Dense bf16 peaks in FLOP/s from the vendor's data sheets, by a part of the device name; the first match counts.
 PEAKS = {
     "H200": 989.5e12, "H100 PCIe": 756.5e12, "H100": 989.5e12, "H800": 989.5e12, "B200": 2250e12, "B100": 1750e12,
@@ -58,6 +58,8 @@ def set_memory_budget(part: float, compiled: bool) -> None:
 
 def check_spread(config: RunConfig, layout: Layout) -> None:
     """What a model spread over processes cannot do (yet) is refused before they meet."""
+    if config.precision == "fp8":
+        raise ConfigError("precision=fp8 works on one process only, since its weights are not sharded yet; use bf16")
     if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
         raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")
 
@@ -81,7 +83,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
         for part, peak in PEAKS.items():
             if part in name:
                 return peak, f"data sheet of {part}"
-    size = 1024 if device.type == "cpu" else 8192
+    size = 8192 if device.type == "cuda" else 1024 if precision != "fp16" else 256  # which CPUs are slow at
     dtype = DTYPES.get(precision, torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)
     a @ a
@@ -93,6 +95,11 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
         _wait(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best, f"matrix product of {size} timed here"
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a device that a process may fill; unknown on a CPU, where processes share what there is."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

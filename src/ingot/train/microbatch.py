@@ -1,57 +1,140 @@
-"""How many sequences go through the model at once."""
+"""How many sequences go through the model at once.
 
-import math
+Memory is tried before the first step. What turns out not to fit later is written down in the run folder, so that a
+run that any launcher starts again goes on from its last checkpoint with a smaller size.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ingot.checkpoint.manifest import write_atomically
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_shapes
 from ingot.parallel.config import Layout
+from ingot.parallel.fit import USABLE
+from ingot.parallel.weights import local
 from ingot.train.config import RunConfig
 from ingot.train.device import autocast
+from ingot.train.memory import OutOfMemory
+from ingot.train.run_files import MICROBATCH
 
 if TYPE_CHECKING:
     from ingot.parallel.apply import Spread
 
 CPU_TOKENS = 4096  # beyond this a CPU gains nothing and its caches lose
+NEVER = 1 << 62
 
 
 def choose_microbatch(
-    config: RunConfig, model: nn.Module, device: torch.device, spread: "Spread | None" = None
+    config: RunConfig, model: nn.Module, device: torch.device, spread: "Spread | None", folder: Path
 ) -> tuple[int, str]:
-    """The microbatch size, and why. It always divides the global batch."""
+    """The microbatch size, and why. It always divides the largest part of the global batch that a process has."""
     layout = spread.mesh.layout if spread is not None else Layout()
-    batch = -(-config.global_train_batch_size // layout.data)  # the largest part of a process
-    if isinstance(config.device_train_microbatch_size, int):
-        size = min(config.device_train_microbatch_size, batch)
-        return size, "as configured" if size == config.device_train_microbatch_size else "all that a process has"
-    if layout.pipeline > 1:  # enough microbatches to keep every stage busy
+    batch = -(-config.global_train_batch_size // layout.data)
+    asked = config.device_train_microbatch_size
+    if asked == "auto" and layout.pipeline > 1:  # enough microbatches to keep every stage busy
         batch = max(1, batch // (2 * layout.pipeline))
     sizes = [n for n in range(1, batch + 1) if batch % n == 0]
+    too_much = _too_much(folder, layout, spread)
+    if too_much is not None:
+        sizes = [n for n in sizes if n <= too_much // 2] or [1]
+    if isinstance(asked, int):
+        if too_much is not None and asked >= too_much:
+            return sizes[-1], f"{too_much} was too much for the memory earlier in this run"
+        size = min(asked, batch)
+        return size, "as configured" if size == asked else "all that a process has"
     if device.type == "cpu":
         size = max([n for n in sizes if n * config.max_seq_len <= CPU_TOKENS] or [1])
         return size, f"the largest part of the batch within {CPU_TOKENS} tokens, enough to keep a CPU busy"
     if spread is not None:
-        return _estimate(config, layout, device, sizes)
+        return _largest_by_measure(config, spread, device, sizes, folder)
     return _largest_that_fits(config, model, device, sizes)
 
 
-def _estimate(config: RunConfig, layout: Layout, device: torch.device, sizes: list[int]) -> tuple[int, str]:
-    """By arithmetic, since a try that fails on one process would leave the others waiting inside a collective."""
-    m, gpu = config.model, torch.cuda.get_device_properties(device).total_memory
-    parameters = sum(map(math.prod, parameter_shapes(m).values()))
-    state = 16 * parameters / (layout.size / layout.replicate)  # weights, gradients and two moments in fp32
-    gathered = 3 * 4 * parameters / m.n_layers / layout.tensor  # a block's weights, the next one's, and gradients
-    tokens = config.max_seq_len / layout.context
-    kept = {None: 34, "selective": 18, "full": 2}[config.recompute]  # bytes per token, layer and width, in bf16
-    layers = m.n_layers  # a pipeline holds 1 / n of the layers and, at its start, n microbatches
-    block = 34 * m.d_model * tokens / layout.tensor
-    sequence = kept * m.d_model * tokens * layers / layout.tensor + block + 12 * m.vocab_rows * tokens / layout.tensor
-    size = max([n for n in sizes if 0.85 * gpu - state - gathered >= n * sequence] or [1])
-    why = f"estimated at {(state + gathered + size * sequence) / 2**30:.1f} of {gpu / 2**30:.0f} GiB"
-    return size, f"{why}; if that does not fit, the run starts again with half"
+def remember_too_much(folder: Path, size: int, layout: Layout) -> None:
+    """Leave word in the run folder that a size did not fit, for whatever starts the run again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
+
+
+def _too_much(folder: Path, layout: Layout, spread: "Spread | None") -> int | None:
+    """The smallest size that is known not to fit, the same on every process."""
+    try:
+        found = json.loads((folder / MICROBATCH).read_text(encoding="utf-8"))
+        size = int(found["too_much"]) if found["layout"] == str(layout) else None
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or none of ours: nothing is known
+        size = None
+    if spread is not None:
+        size = int(spread.lowest(size or NEVER))
+        return size if size < NEVER else None
+    return size
+
+
+def _largest_by_measure(
+    config: RunConfig, spread: "Spread", device: torch.device, sizes: list[int], folder: Path
+) -> tuple[int, str]:
+    """What fits on the tightest process, from the peaks of real passes with one and with two sequences.
+
+    Larger sizes are not tried but computed: memory grows in proportion, and a try that fails on one process would
+    leave the others waiting inside a collective for ever.
+    """
+    reserve = [torch.empty_like(local(p)) for p in spread.names for _ in range(2)]  # the optimizer's two moments
+    peaks = {}
+    for size in sizes[:2]:
+        torch.cuda.reset_peak_memory_stats(device)
+        try:
+            for _ in range(2):  # the second time with gradients in place
+                _pass(config, spread, device, size)
+        except torch.OutOfMemoryError as error:
+            if size > 1:
+                remember_too_much(folder, size, spread.mesh.layout)
+            raise OutOfMemory("before the first step", size, str(error).partition("\n")[0]) from None
+        torch.cuda.synchronize(device)
+        peaks[size] = torch.cuda.max_memory_allocated(device)
+        for parameter in spread.names:
+            parameter.grad = None
+        torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    room = USABLE * (free + torch.cuda.memory_reserved(device))
+    del reserve
+    if spread.pipeline is not None:
+        spread.pipeline.forget_shapes()
+    size = int(spread.lowest(largest_within(peaks, room, sizes)))
+    expected = _line(peaks)(size) / 2**30
+    return size, (
+        f"the largest that fits, computed from passes of {' and '.join(map(str, peaks))} tried before the first step "
+        f"(about {expected:.1f} of {total / 2**30:.0f} GiB with optimizer state)"
+    )
+
+
+def largest_within(peaks: dict[int, int], room: float, sizes: list[int]) -> int:
+    """The largest size whose memory, on the line through two measured ones, is within the room; at least the first."""
+    line = _line(peaks)
+    return max([n for n in sizes if line(n) <= room], default=sizes[0])
+
+
+def _line(peaks: dict[int, int]) -> Callable[[int], float]:
+    (low, base), (high, top) = min(peaks.items()), max(peaks.items())
+    slope = (top - base) / (high - low) if high > low else 0.0
+    return lambda size: base + slope * (size - low)
+
+
+def _pass(config: RunConfig, spread: "Spread", device: torch.device, size: int) -> None:
+    """Forward and backward on sequences of zeros, as many as are in flight at a time."""
+    spread.train()
+    count = spread.pipeline.microbatches(1) if spread.pipeline is not None else 1
+    tokens = torch.zeros(count * size, config.max_seq_len, dtype=torch.long, device=device)
+    if spread.pipeline is not None:
+        spread.pipeline.accumulate(tokens, tokens, count, torch.ones((), device=device))
+        return
+    spread.before_backward(last=True)
+    with autocast(config.precision, device):
+        loss = spread.roots[0](tokens, tokens)
+    loss.backward()
 
 
 def _largest_that_fits(config: RunConfig, model: nn.Module, device: torch.device, sizes: list[int]) -> tuple[int, str]:

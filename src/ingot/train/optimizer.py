@@ -7,6 +7,7 @@ with weight_decay / peak, so it needs no code of its own. Lion is not in torch; 
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +57,14 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            alike: dict[object, list[Tensor]] = {}  # matrices of one shape, spread in one way
+            alike: dict[object, list[Any]] = {}  # matrices of one shape, spread in one way
             for p in group["params"]:
                 if p.grad is not None:
                     alike.setdefault((p.shape, getattr(p, "placements", None)), []).append(p)
             for parameters in alike.values():
                 self._update(parameters, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
 
-    def _update(self, parameters: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+    def _update(self, parameters: list[Any], lr: float, momentum: float, weight_decay: float) -> None:
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -148,7 +149,7 @@ class Optimizer:
         return tensors
 
     def state_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the state of a whole model, given its parameters', of which this process may hold some."""
+        """Names and shapes of a whole model's state, given its parameters', of which this process may hold some."""
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             muon = self.config.name == "muon" and is_matrix(name, torch.empty(shape, device="meta"))

@@ -12,3 +12,4 @@ OWNER = "owner.json"  # while a run is going on
 STOP = "STOP"  # made by the user: save and end
 FINISHED = "FINISHED"  # made at the end of a run
 FAILURES = "failures.jsonl"  # why processes failed
+MICROBATCH = "microbatch.json"  # a microbatch size that did not fit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ingot.checkpoint.hf import TensorReader
-from ingot.checkpoint.load import fill_parameters, open_weights, read_into
+from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, remove, steps_in
 from ingot.checkpoint.plan import Tensors
 from ingot.checkpoint.ranks import Ranks
@@ -170,9 +170,7 @@ class Saving:
         for problem in problems:
             self.reporter.warn(f"{problem}; trying the one before it")
         if self.uploader is not None and self.ranks.first and not (self.folder / METRICS).exists():
-            (self.folder / METRICS).write_bytes(
-                self.uploader.remote.read(METRICS) or b""
-            )  # of a run that has moved here
+            (self.folder / METRICS).write_bytes(self.uploader.remote.read(METRICS) or b"")  # the run has moved here
         self.uploaded = manifest.step if manifest is not None else 0
         return manifest
 
@@ -188,7 +186,10 @@ class Saving:
                 raise CheckpointError(problem)
             tensors: TensorReader = CheckpointTensors(manifest)
         else:
-            _, tensors = open_weights(Path(path))
+            found, tensors = open_weights(Path(path))
+            model = self.config.model
+            if found.vocab_size == model.vocab_size and found.vocab_rows != model.vocab_rows:
+                tensors = Repadded(tensors, model.vocab_size, model.vocab_rows)
         fill_parameters(self.names, self.shapes, tensors, path)
         self.ranks.agree(lambda: None)  # all have read
         if self.ranks.first:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.checkpoint.manifest import write_atomically
+from ingot.checkpoint.remote import is_url
 from ingot.checkpoint.store import clear_drafts
 from ingot.config.time import Clock
 from ingot.data.dataset import Dataset, open_dataset
@@ -27,7 +28,7 @@ from ingot.errors import CheckpointError, ConfigError
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token, parameter_shapes
 from ingot.model.init import build_model
-from ingot.parallel.config import choose_layout
+from ingot.parallel.fit import choose_layout
 from ingot.parallel.place import find_place
 from ingot.parallel.world import join_world, leave_world
 from ingot.train.config import RunConfig
@@ -35,6 +36,7 @@ from ingot.train.device import (
     check_spread,
     choose_compile,
     choose_device,
+    device_memory,
     make_deterministic,
     memory_metrics,
     peak_flops,
@@ -47,7 +49,7 @@ from ingot.train.guards import CorruptReplica, Finding, Guard
 from ingot.train.heartbeat import Heartbeat
 from ingot.train.lease import Lease
 from ingot.train.memory import OutOfMemory, is_out_of_memory
-from ingot.train.microbatch import choose_microbatch
+from ingot.train.microbatch import choose_microbatch, remember_too_much
 from ingot.train.optimizer import Optimizer
 from ingot.train.run_files import FINISHED, GUARDS, TOKENIZER
 from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, write_config
@@ -97,8 +99,9 @@ class Trainer:
         place = find_place()
         self.device, why = choose_device(config, place.local_rank)
         self.layout, layout_why = choose_layout(
-            config.parallel, place.world, config.model, config.max_seq_len, config.global_train_batch_size
-        )
+            config.parallel, place.world, config.model, config.global_train_batch_size, config.work,
+            device_memory(self.device), place.local_world,
+        )  # fmt: skip
         spread = place.world > 1 or config.parallel.shard == 1
         if spread:
             check_spread(config, self.layout)
@@ -123,7 +126,8 @@ class Trainer:
             count = f"{place.world} processes" if place.world > 1 else "one process, wrapped by FSDP2"
             reporter.note(f"{count}, {self.layout}: {layout_why}" if place.world > 1 else count)
             self.world.agree("start", {
-                "config": config_hash(config), "code": code_hash(), "data": json.dumps(self.data.fingerprint())
+                "config": config_hash(config), "layout": str(self.layout), "code": code_hash(),
+                "data": json.dumps(self.data.fingerprint()),
             })  # fmt: skip
 
         deterministic = make_deterministic(config, self.device)
@@ -137,6 +141,8 @@ class Trainer:
             model: Any = build_model(config.model, config.seed, self.device)
             model.recompute = config.recompute
             model.use_kernel(kernel, config.max_seq_len, self.device)
+            if note := model.use_precision(config.precision, self.device):
+                reporter.note(note)
             self.names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
         else:
             from ingot.parallel.apply import spread_model  # a second of imports that one process has no use for
@@ -151,13 +157,19 @@ class Trainer:
         parameters = sum(map(math.prod, self.shapes.values()))
         reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
         self.optimizer = Optimizer(config.optimizer, self.names)
-        micro, why = choose_microbatch(config, model, self.device, self.spread)
+        self.saving = Saving(
+            config, self.clock, self.names, self.shapes, self.optimizer, reporter, self.world, self.spread
+        )
+        cleanup.callback(self.saving.close)
+        if config.load_path is not None and not is_url(config.load_path):
+            self.saving.load_weights(config.load_path)
+        micro, why = choose_microbatch(config, model, self.device, self.spread, self.folder)
         reporter.note(f"microbatch {micro} of a global batch of {config.global_train_batch_size}: {why}")
         self.flops = flops_per_token(config.model, config.max_seq_len)
         self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
         self.peak, source = peak_flops(self.device, config.precision)
         reporter.note(f"peak {self.peak / 1e12:.3g} TFLOP/s for utilisation ({source})")
-        runnable: Any = torch.compile(model, dynamic=False) if compiled and self.spread is None else model
+        runnable: Any = model.compiled() if compiled and self.spread is None else model
         reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
         self.runnable = runnable
         self.step = TrainStep(config, runnable, self.optimizer, self.device, micro, self.spread, self._accept)
@@ -175,10 +187,6 @@ class Trainer:
             clear_drafts(self.folder)
         if self.world is not None:
             self.world.agree("folder", {})  # nobody looks for checkpoints before rank 0 has cleared the folder
-        self.saving = Saving(
-            config, self.clock, self.names, self.shapes, self.optimizer, reporter, self.world, self.spread
-        )
-        cleanup.callback(self.saving.close)
         if fresh:
             self.saving.start_over()
         reporter_state = self._resume()
@@ -337,6 +345,8 @@ class Trainer:
                 problem = OutOfMemory(place, self.step.micro, str(error).partition("\n")[0])
             # here the failed attempt's tensors are gone: the error that held them has been let go
             if problem.fits is None or self.step.updating or self.spread is not None:
+                if problem.fits is not None:
+                    remember_too_much(self.folder, self.step.micro, self.layout)
                 raise problem
             self.step.retry_with(problem.fits)
             self.reporter.warn(f"out of memory at batch {self.batch}; again with microbatches of {problem.fits}")
@@ -456,7 +466,7 @@ class Trainer:
         """Continue from the newest good checkpoint, if there is one; gives the reporter's state in it."""
         manifest = self.saving.find()
         if manifest is None:
-            if self.config.load_path is not None and self.batch == 0:
+            if self.config.load_path is not None and is_url(self.config.load_path) and self.batch == 0:
                 self.saving.load_weights(self.config.load_path)
             return None
         state = manifest.state

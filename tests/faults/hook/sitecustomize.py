@@ -16,6 +16,8 @@ FAULT = json.loads(os.environ.get("INGOT_TEST_FAULT", "null"))
 
 
 def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
+    if "once" in FAULT:
+        open(FAULT["once"], "w").close()
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "segfault":
@@ -86,9 +88,14 @@ def wrap(trainer_class: type) -> None:
     trainer_class._step = step  # type: ignore[attr-defined]
 
 
-if (
-    FAULT
-    and os.environ.get("RANK", "0") == str(FAULT["rank"])
-    and os.environ.get("INGOT_ATTEMPT", "1") in map(str, FAULT.get("attempts", [1]))
-):
+def strikes_here() -> bool:
+    """Whether this is the rank, and the attempt; `once` names a file that a fault leaves, so as not to come again."""
+    if not FAULT or os.environ.get("RANK", "0") != str(FAULT["rank"]):
+        return False
+    if "once" in FAULT or FAULT.get("attempts") == "all":
+        return not os.path.exists(FAULT.get("once", ""))
+    return os.environ.get("INGOT_ATTEMPT", "1") in map(str, FAULT.get("attempts", [1]))
+
+
+if strikes_here():
     sys.meta_path.insert(0, Finder())

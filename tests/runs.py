@@ -18,7 +18,7 @@ from ingot.report.metrics_file import read_rows
 
 BATCHES, EVERY, RANKS = 24, 4, 3
 WHOLE: dict[Path, Path] = {}
-HOOK = str(Path(__file__).parent / "hook")
+HOOK = str(Path(__file__).parent / "faults" / "hook")
 ARGUMENTS = [*TINY, f"max_duration={BATCHES}ba", f"save_interval={EVERY}ba", "data.eval=null", "loggers.samples=true",
              "optimizer.eps=1e-5", "global_train_batch_size=9"]  # fmt: skip
 

@@ -1,0 +1,253 @@
+"""Training speed on one GPU: ingot and its peers, one after the other in one process.
+
+    python benchmarks/gpu.py DATA --models 125m 1b --out benchmarks/results/gpu.json
+
+Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
+few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
+microbatches), not of a loop of their own. A row counts only if the loss after 20 steps is within 1% of a reference that
+trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes); 3b and 7b have no
+reference, since theirs does not fit on the card, and their rows say so by a loss of null.
+
+`mfu_full` is tokens per second x (6 N + 12 L d S) / peak, `mfu_causal` counts half of the attention, as it is computed;
+both by the peak of bf16, also for fp8. Our ALiBi kernel skips what it proves negligible, yet the formulas count it, as
+they count the upper triangle that nobody computes. `spread` is the range of the timed steps over their median.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_peers import PEERS, PeerStep, build_peer
+
+from ingot.config.load import load_config
+from ingot.data.dataset import open_dataset
+from ingot.data.loader import Batch, Loader
+from ingot.model.attention import choose_kernel
+from ingot.model.gpt import flops_per_token
+from ingot.model.init import build_model
+from ingot.train.config import RunConfig
+from ingot.train.device import peak_flops
+from ingot.train.optimizer import Optimizer
+from ingot.train.step import TrainStep
+
+TOLERANCE = 0.01  # of the loss after the checked steps
+
+
+@dataclass(frozen=True)
+class Size:
+    """How a model is run here."""
+
+    micro: int  # sequences per microbatch, the fastest measured
+    microbatches: int  # per optimizer step
+    checked: int = 20  # steps whose loss is compared with the reference, of one microbatch each
+    overrides: tuple[str, ...] = ()
+
+
+SIZES = {
+    "125m": Size(32, 8), "350m": Size(32, 4), "760m": Size(16, 4), "1b": Size(16, 4), "3b": Size(4, 8, 0),
+    "7b": Size(2, 16, 0),
+    "tiny": Size(2, 2, overrides=(
+        "model.d_model=64", "model.n_heads=2", "model.n_layers=2", "model.vocab_size=512",
+        "max_seq_len=32")),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="a prepared folder; or results of before, to print as a table")
+    parser.add_argument("--models", nargs="+", default=["125m", "1b"], choices=SIZES)
+    parser.add_argument("--systems", nargs="+", default=["ingot", *PEERS], choices=["ingot", *PEERS])
+    parser.add_argument("--positions", nargs="+", default=["learned", "alibi"], choices=["learned", "alibi", "rotary"])
+    parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
+    parser.add_argument("--steps", type=int, default=4, help="timed steps")
+    parser.add_argument("--curve", type=int, default=0, help="train 125m in bf16 and fp8 for so many steps and compare")
+    parser.add_argument("--out", type=Path, help="a JSON file; rows that it has of other variants are kept")
+    arguments = parser.parse_args()
+    if arguments.data.suffix == ".json":
+        print(table(json.loads(arguments.data.read_text())))
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, Any] = {}
+    if arguments.out is not None and arguments.out.exists():
+        found = json.loads(arguments.out.read_text())
+    found |= {
+        "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
+    wrong = 0
+    for model in arguments.models:
+        for positions in arguments.positions:
+            for row in measure(arguments, model, positions, device):
+                print(json.dumps(row), flush=True)
+                if row["loss"] is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
+                    print(f"the loss of {row['system']} is wrong, so it has no figure", file=sys.stderr)
+                    wrong += 1
+                    continue
+                rows = [other for other in found.get("rows", []) if key(other) != key(row)]
+                found["rows"] = sorted([*rows, row], key=key)
+                write(found, arguments.out)
+    if arguments.curve:
+        found["fp8_curve"] = fp8_curve(arguments, device)
+        print(json.dumps(found["fp8_curve"]))
+        write(found, arguments.out)
+    sys.exit(1 if wrong else 0)
+
+
+def table(found: dict[str, Any]) -> str:
+    """The rows as the README prints them."""
+    lines = ["| model | positions | precision | system | tokens/s | MFU | MFU, causal | GiB | loss, against fp32 |",
+             "|---|---|---|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for row in sorted(found["rows"], key=lambda row: (*key(row)[:3], -row["tokens_per_second"])):
+        checked = "not checked" if row["loss"] is None else f"{row['loss'] / row['reference_loss'] - 1:+.2%}"
+        lines.append(
+            f"| {row['model']} | {row['positions']} | {row['precision']} | {row['system']} "
+            f"| {row['tokens_per_second']:,} | {row['mfu_full']:.1%} | {row['mfu_causal']:.1%} "
+            f"| {row['memory_gib']} | {checked} |"
+        )
+    return "\n".join(lines)
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["positions"], row["precision"], row["system"]
+
+
+def measure(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[dict]:
+    """A row for each system that has this variant."""
+    size = SIZES[model]
+    config = run_config(arguments.data, model, positions)
+    batches = read_batches(config, size.checked * size.micro + size.micro * size.microbatches * 2)
+    few = [cut(batches, step * size.micro, size.micro) for step in range(size.checked)]
+    large = [
+        cut(batches, (size.checked + step * size.microbatches) * size.micro, size.micro * size.microbatches)
+        for step in range(2)
+    ]
+    reference = train_reference(config, few, device) if few else None
+    for precision in arguments.precisions:
+        for system in arguments.systems:
+            if system != "ingot" and (positions != "learned" or precision != "bf16"):
+                continue  # the peers have no other form
+            start = time.perf_counter()
+            step = build(system, config.model_copy(update={"precision": precision}), size, device)
+            loss = None
+            for batch in few or [cut(batches, 0, size.micro)]:
+                loss = step.run(batch)[0]
+            loss = float(loss) if few else None  # type: ignore[arg-type]
+            ready = time.perf_counter() - start
+            times = [timed(step, large[n % 2], device) for n in range(arguments.steps + 1)][1:]
+            memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            tokens, seconds = large[0].tokens.size, statistics.median(times)
+            peak = peak_flops(device, "bf16")[0]
+            rate = tokens / seconds
+            yield {
+                "system": system, "model": model, "positions": positions, "precision": precision,
+                "tokens_per_second": round(rate),
+                "mfu_full": round(rate * flops_per_token(config.model, config.max_seq_len) / peak, 4),
+                "mfu_causal": round(rate * flops_per_token(config.model, config.max_seq_len, causal=True) / peak, 4),
+                "memory_gib": round(memory, 1), "spread": round((max(times) - min(times)) / seconds, 4),
+                "microbatch": size.micro, "sequences_per_step": len(large[0].tokens), "loss": loss,
+                "reference_loss": reference, "seconds_to_ready": round(ready, 1),
+            }  # fmt: skip
+            del step
+            clean(device)
+
+
+def run_config(data: Path, model: str, positions: str, *more: str) -> RunConfig:
+    recipe = "mpt-125m" if model == "tiny" else f"mpt-{model}"
+    overrides = [*SIZES[model].overrides, f"model.positions={positions}", f"data={data}", "precision=bf16", *more]
+    return load_config(RunConfig, [recipe, *overrides])
+
+
+def read_batches(config: RunConfig, rows: int) -> Batch:
+    """The first sequences of the run's own order."""
+    data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
+    return next(islice(Loader(data, rows, seed=config.seed, shuffle=True).batches(), 1))
+
+
+def cut(batch: Batch, start: int, rows: int) -> Batch:
+    part = slice(start, start + rows)
+    return Batch(batch.tokens[part], batch.labels[part], batch.samples[part])
+
+
+def build(system: str, config: RunConfig, size: Size, device: torch.device) -> TrainStep | PeerStep:
+    """A system ready to train, from the same weights as every other."""
+    model: Any = build_model(config.model, config.seed, device)
+    compile = device.type == "cuda"
+    if system == "ingot":
+        kernel, _ = choose_kernel(config.model, device)
+        model.use_kernel(kernel, config.max_seq_len, device)
+        model.use_precision(config.precision, device)
+        optimizer = Optimizer(config.optimizer, {p: name for name, p in model.named_parameters()})
+        return TrainStep(config, model.compiled() if compile else model, optimizer, device, size.micro)
+    model = build_peer(system, config, dict(model.named_parameters()), device)
+    return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
+
+
+def train_reference(config: RunConfig, batches: list[Batch], device: torch.device) -> float:
+    """The loss after the same steps in fp32, neither compiled nor with a kernel of ours."""
+    exact = config.model_copy(update={"precision": "fp32"})
+    model = build_model(exact.model, exact.seed, device)
+    optimizer = Optimizer(exact.optimizer, {p: name for name, p in model.named_parameters()})
+    step = TrainStep(exact, model, optimizer, device, max(1, len(batches[0].tokens) // 4))
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for batch in batches:
+        loss = step.run(batch)[0]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    result = float(loss)
+    del step, model, optimizer
+    clean(device)
+    return result
+
+
+def fp8_curve(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The losses of the same run in bf16 and in fp8: their means over tenths of it, and how far apart they are."""
+    losses = {}
+    name = arguments.models[0] if "tiny" in arguments.models else "125m"
+    size = Size(min(16, SIZES[name].micro), 1)
+    for precision in ("bf16", "fp8"):
+        config = run_config(arguments.data, name, "learned").model_copy(update={"precision": precision})
+        data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
+        step = build("ingot", config, size, device)
+        batches = Loader(data, size.micro, seed=1, shuffle=True).batches()
+        found = torch.stack([step.run(batch)[0] for batch in islice(batches, arguments.curve)])
+        losses[precision] = [round(float(part.mean()), 4) for part in found.chunk(10)]
+        del step
+        clean(device)
+    apart = [abs(b / a - 1) for a, b in zip(losses["bf16"], losses["fp8"], strict=True)]
+    return {"model": name, "steps": arguments.curve, "sequences_per_step": size.micro, **losses,
+            "largest_difference": round(max(apart), 5)}  # fmt: skip
+
+
+def timed(step: TrainStep | PeerStep, batch: Batch, device: torch.device) -> float:
+    start = time.perf_counter()
+    float(step.run(batch)[0])  # waits for the device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def clean(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+if __name__ == "__main__":
+    main()

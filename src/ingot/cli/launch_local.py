@@ -1,0 +1,68 @@
+"""`ingot launch local`"""
+
+import os
+import sys
+from pathlib import Path
+
+import typer
+
+from ingot.cli.launch import (
+    Arguments,
+    Config,
+    Dialect,
+    DryRun,
+    Env,
+    Gpus,
+    Name,
+    Processes,
+    ProfileName,
+    Secret,
+    Updates,
+    common_options,
+    run_arguments,
+)
+
+
+def local(
+    arguments: Arguments = None,
+    config: Config = None,
+    updates: Updates = None,
+    gpus_per_node: Gpus = None,
+    processes_per_node: Processes = None,
+    profile: ProfileName = None,
+    name: Name = None,
+    env: Env = None,
+    secret: Secret = None,
+    dialect: Dialect = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run on this machine what would run on each node of a cluster: same spec, same profile, same restarts.
+
+    Example: ingot launch local mpt-125m data=./my-copy-c4 --profile cpu --processes-per-node 2
+    """
+    from ingot.cli.train import fitting_microbatch
+    from ingot.config.load import load_config
+    from ingot.launch.jobs import add_job
+    from ingot.launch.local import run_processes
+    from ingot.launch.node import Node
+    from ingot.launch.place import place_training
+    from ingot.launch.worker import Worker
+    from ingot.train.config import RunConfig
+
+    given = {"nodes": 1, "gpus_per_node": gpus_per_node, "processes_per_node": processes_per_node, "profile": profile,
+             "name": name, "env": env, "secret": secret, "mounts": None}  # fmt: skip
+    found = run_arguments(arguments, config, updates)
+    spec, notes = place_training(found, common_options(given), dialect)
+    for note in notes:
+        print(note, file=sys.stderr)
+    if dry_run:
+        print(spec.model_dump_json(indent=1))
+        return
+    spec.write()
+    run = Path(spec.run_folder)
+    add_job(run, "local", str(os.getpid()))
+    os.environ.update(Worker(spec, os.environ).variables())
+    batch = load_config(RunConfig, found, dialect=dialect).global_train_batch_size
+    node = Node(spec.processes, spec.processes)
+    command = [spec.verb, *spec.arguments]
+    raise typer.Exit(run_processes(command, node, run, lambda size: fitting_microbatch(size, batch)))

@@ -1,0 +1,29 @@
+"""The GPU benchmark in its tiny form, on whatever device is here: every system learns the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), str(data), "--models", "tiny", "--steps", "1",
+               "--out", str(out)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["system"], row["positions"]) for row in rows} == {
+        ("ingot", "learned"), ("ingot", "alibi"), ("nanogpt", "learned"), ("hf", "learned"), ("torch", "learned")
+    }  # fmt: skip
+    for row in rows:
+        assert abs(row["loss"] / row["reference_loss"] - 1) < 0.01
+        assert row["tokens_per_second"] > 0 and row["mfu_full"] > row["mfu_causal"] > 0
+
+
+def test_the_readme_prints_the_measured_rows() -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "benchmarks/results/gpu.json"]
+    table = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True).stdout
+    assert table.strip() in (ROOT / "README.md").read_text()

@@ -1,0 +1,69 @@
+"""What a run leaves behind, and what it must not (F22, F26, F38)."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from runs import Run, assert_as_if_nothing_happened, whole
+
+from ingot.launch.attempt import TEMPORARY
+
+__all__ = ["whole"]
+
+
+@pytest.mark.slow
+def test_a_run_stopped_on_three_processes_goes_on_with_two_and_ends_with_one(
+    data: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Run(data, tmp_path / "run", kind="slow", rank=0, batch=1).start()
+    run.wait_for_batch(6)
+    run.process.send_signal(signal.SIGTERM)
+    run.end(code=75)
+    two = Run(data, run.folder, nproc=2, kind="slow", rank=0, batch=1).start()
+    two.wait_for_batch(15)
+    two.process.send_signal(signal.SIGTERM)
+    two.end(code=75)
+    Run(data, run.folder, nproc=1).run()
+    assert_as_if_nothing_happened(run.folder, whole, close=1e-4)
+
+
+def test_a_secret_of_the_environment_appears_in_no_file_and_no_argument(data: Path, tmp_path: Path) -> None:
+    """Not even when an error message has it."""
+    secret = "sk-Zq81mVt0-very-secret"
+    run = Run(data, tmp_path / "run", f"data.train.path={tmp_path / secret}", nproc=1)
+    run.env |= {"WANDB_API_KEY": secret}
+    said = run.run(code=2)
+    assert secret not in said and "<WANDB_API_KEY>" in said
+    good = Run(data, tmp_path / "good", nproc=1, kind="slow", rank=0, batch=1)
+    good.env |= {"WANDB_API_KEY": secret}
+    good.start().wait_for_batch(3)
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (good.process.pid, *good.ranks().values())]
+    good.end()
+    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(texts) > 10 and not any(secret.encode() in text for text in [*texts, *commands])
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/data", "https://host/data?sig=abcdef"])
+def test_a_secret_in_a_url_of_the_config_is_refused(data: Path, tmp_path: Path, url: str) -> None:
+    said = Run(data, tmp_path / "run", f"data.train.remote={url}", nproc=1).run(code=2)
+    assert "has a password or a signature in it" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_what_a_killed_launcher_leaves_in_the_temporary_folder_is_cleared_by_the_next(
+    data: Path, tmp_path: Path
+) -> None:
+    def left() -> list[Path]:
+        return list(Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"))
+
+    before = left()
+    run = Run(data, tmp_path / "run", nproc=1, kind="slow", rank=0, batch=1).start()
+    run.wait_for_batch(2)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.communicate()
+    assert len(left()) > len(before)
+    Run(data, tmp_path / "run", nproc=1).run()
+    assert not set(left()) - set(before)

@@ -1,0 +1,302 @@
+"""Manifests: what a run relies on is in them, what is wrong in one is found, and pods end as Kubernetes must know."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from specs import LAUNCH, VALUES, put_on_path, spec
+
+from ingot.errors import ConfigError
+from ingot.launch import worker
+from ingot.launch.attempt import Outcome
+from ingot.launch.failure import Failure
+from ingot.launch.kubernetes import KubernetesError, apply, check_manifest, fit_to_pods, object_name, render
+from ingot.launch.pod import EXIT_AGAIN, run_pod
+from ingot.launch.spec import make_spec
+
+KINDS = ("jobset", "trainjob", "pytorchjob")
+GPU = {"profile": "aws-p5", "gpus_per_node": 8}
+
+
+def documents(text: str) -> dict[str, Any]:
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def pods(text: str) -> list[dict[str, Any]]:
+    """The pod templates' specs, wherever the kind keeps them."""
+    found: list[dict[str, Any]] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if "containers" in node:
+                found.append(node)
+            for value in node.values():
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(list(yaml.safe_load_all(text)))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its_own(kind: str) -> None:
+    text = render(spec(**GPU, signal_seconds=400), kind, LAUNCH)
+    assert pods(text)
+    for pod in pods(text):
+        container = pod["containers"][0]
+        assert container["resources"]["limits"] == {"vpc.amazonaws.com/efa": 32, "nvidia.com/gpu": 8}
+        assert container["command"][1:5] == ["-m", "ingot.launch.worker", "--spec", "/etc/ingot/spec.json"]
+        assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
+        assert container["securityContext"]["privileged"] is False
+        assert pod["terminationGracePeriodSeconds"] == 400
+        assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod["volumes"]
+        term = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_a_jobset_restarts_all_pods_but_not_after_a_users_error() -> None:
+    body = documents(render(spec(restarts=7), "jobset", LAUNCH))["JobSet"]["spec"]
+    job = body["replicatedJobs"][0]["template"]["spec"]
+    assert body["failurePolicy"]["maxRestarts"] == 7
+    assert body["failurePolicy"]["rules"][0] == {
+        "name": "wouldFailAgain", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"],
+    }  # fmt: skip
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3]
+    assert (job["completions"], job["parallelism"], job["completionMode"], job["backoffLimit"]) == (2, 2, "Indexed", 0)
+
+
+def test_a_pytorchjob_has_one_master_and_the_other_nodes_as_workers() -> None:
+    replicas = documents(render(spec(nodes=4), "pytorchjob", LAUNCH))["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    assert {name: replica["replicas"] for name, replica in replicas.items()} == {"Master": 1, "Worker": 3}
+    assert all(replica["restartPolicy"] == "ExitCode" for replica in replicas.values())
+    alone = documents(render(spec(nodes=1), "pytorchjob", LAUNCH))["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    assert list(alone) == ["Master"]
+
+
+def test_queue_excluded_nodes_and_mounts_reach_the_cluster() -> None:
+    text = render(spec(queue="research", exclude=["n1"], mounts=["/nvme:/cache:ro"]), "jobset", LAUNCH)
+    assert documents(text)["JobSet"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+    (pod,) = pods(text)
+    terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert terms[0]["matchExpressions"] == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]}]
+    assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "shared"}} in pod["volumes"]
+    assert {"name": "mount-1", "hostPath": {"path": "/nvme"}} in pod["volumes"]
+    assert {"name": "mount-1", "mountPath": "/cache", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_secrets_travel_by_reference_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    text = render(spec(secrets=["HF_TOKEN"], secret_name="hub"), kind, LAUNCH)
+    assert "hf_0123456789" not in text
+    reference = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}}
+    assert all(reference in pod["containers"][0]["env"] for pod in pods(text))
+    with pytest.raises(ConfigError, match="--secret-name"):
+        render(spec(secrets=["HF_TOKEN"]), kind, LAUNCH)
+    with pytest.raises(ConfigError, match="value of HF_TOKEN"):
+        render(spec(arguments=["--", "mpt-125m", "data=hf_0123456789"]), kind, LAUNCH)
+    with pytest.raises(ConfigError, match="use --secret HF_TOKEN"):
+        spec(env={"HF_TOKEN": "hf_0123456789"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"image": None}, "pods need --image"),
+        ({"image": "/apps/ingot.sqsh"}, "pods need --image"),
+        ({"image": "registry.example:5000/ingot"}, "another one tomorrow"),
+        ({"image": "registry.example/ingot:latest"}, "another one tomorrow"),
+        ({"claims": []}, "lost with its pod"),
+        ({"claims": ["shared:/data:ro"]}, "lost with its pod"),
+        ({"claims": ["shared:/data", "other:/data"]}, "once"),
+        ({"arguments": ["x" * 250_000]}, "fit into a Secret"),
+    ],
+)
+def test_a_run_that_could_not_work_in_pods_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        render(spec(**changes), "jobset", LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("completions: 2", "completions: 3", "0 pods, and the spec 2 nodes"),
+        ("completions: 2\n        parallelism: 2", "completions: 3\n        parallelism: 3", "3 pods"),
+        ("terminationGracePeriodSeconds: 180", "terminationGracePeriodSeconds: 30", "before a save"),
+        ("containerPort: 61000", "containerPort: 29500", "port is not 61000"),
+        ('value: "61000"', 'value: "29500"', "MASTER_PORT is not 61000"),
+        ("golden-0abc12-node-0-0.golden-0abc12", "localhost", "MASTER_ADDR"),
+        ("mountPath: /dev/shm", "mountPath: /tmp/shm", "/dev/shm"),
+        ("- name: mount-0\n              persistent", "- name: mount-9\n              persistent", "do not match"),
+        ("privileged: false", "privileged: true", "privileged"),
+        (
+            "nvidia.com/gpu: 8\n                requests",
+            "nvidia.com/gpu: 4\n                requests",
+            "requests and limits",
+        ),
+        ("backoffLimit: 0", "backOffLimit: 0", "backOffLimit"),
+        ("restartPolicy: Never", "restartPolicy: Always", "restartPolicy"),
+        ("kind: JobSet", "kind: Pod", "is a Pod"),
+        ("enableDNSHostnames: true", "enableDNSHostnames: false", "enableDNSHostnames"),
+        ('"nodes": 2', '"nodes": two', "no JSON"),
+        ("data=/data/c4", "data=s3://user:password@host/c4", "password"),
+        ("kind: Secret", "kind: [", "no YAML"),
+    ],
+)
+def test_a_manifest_that_was_changed_for_the_worse_is_refused(old: str, new: str, reason: str) -> None:
+    text = render(spec(**GPU), "jobset", LAUNCH)
+    check_manifest(text)
+    assert old in text
+    with pytest.raises(ConfigError, match=reason):
+        check_manifest(text.replace(old, new, 1) if "\n" in old or "kind" in old else text.replace(old, new))
+
+
+def test_names_become_what_kubernetes_allows() -> None:
+    assert object_name(spec(name="30B_run.Final"), LAUNCH) == "run-30b-run-final-0abc12"
+    long = object_name(spec(name="a" * 63), LAUNCH)
+    assert len(f"{long}-node-0-99999-abcde") <= 63
+
+
+def test_config_files_that_pods_cannot_see_travel_with_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = "# ünïcode\n  model:\n    d_model: 32   \n\n'quoted': \"$(HOME)\"\r\n"
+    (tmp_path / "my.yaml").write_bytes(content.encode())
+    monkeypatch.chdir(tmp_path)
+    placed, files = fit_to_pods(spec(arguments=["--", "my.yaml", "data=/data/c4"], workdir=str(tmp_path)))
+    assert placed.arguments == ["--", "/etc/ingot/my.yaml", "data=/data/c4"]
+    assert placed.workdir == placed.run_folder  # the folder of the command is not in the pod
+    secret = documents(render(placed, "jobset", LAUNCH, files))["Secret"]["stringData"]
+    assert secret["my.yaml"] == content
+    assert make_spec(json.loads(secret["spec.json"])) == placed
+    (tmp_path / "spec.json").write_text("{}")
+    with pytest.raises(ConfigError, match="name of its own"):
+        fit_to_pods(spec(arguments=["spec.json"]))
+
+
+def test_apply_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = render(spec(), "jobset", LAUNCH)
+    seen = tmp_path / "stdin"
+    body = f"open({str(seen)!r}, 'w').write(sys.stdin.read()); print('jobset created')"
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "kubectl", body)
+    assert apply(text) == "jobset created"
+    assert json.loads(calls.read_text()) == ["apply", "-f", "-"]
+    assert seen.read_text() == text
+
+
+def test_apply_says_why_it_did_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = 'sys.exit(\'error: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"\')'
+    put_on_path(monkeypatch, tmp_path / "bin", "kubectl", refusal)
+    with pytest.raises(KubernetesError, match=r"no matches for kind.*try another --kind"):
+        apply("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="kubectl is not on this machine"):
+        apply("")
+
+
+def test_the_command_prints_a_manifest_that_passes_the_check(tmp_path: Path, ingot: Callable[..., Any]) -> None:
+    done = ingot(
+        "launch", "kubernetes", "mpt-125m", "data=/data/c4", "save_folder=/data/run", "-N", "2", "--profile", "aws-p5",
+        "-i", "registry.example/ingot:0.1.0", "-m", "shared:/data,/nvme:/cache", "--kind", "trainjob",
+    )  # fmt: skip
+    assert {each.kind for each in check_manifest(done.stdout)} == {
+        "Secret", "NetworkPolicy", "TrainingRuntime", "TrainJob",
+    }  # fmt: skip
+    refused = ingot("launch", "kubernetes", "mpt-125m", "data=/data/c4", "--profile", "cpu", "-i", "a/b:1", check=False)
+    assert refused.returncode == 2
+    assert "would be lost with its pod" in refused.stderr
+
+
+@pytest.mark.parametrize("rank_variable", ["JOB_COMPLETION_INDEX", "RANK", "PET_NODE_RANK"])
+def test_a_users_error_ends_both_pods_for_good_and_a_new_launch_starts_over(tmp_path: Path, rank_variable: str) -> None:
+    run = tmp_path / "run"
+    path = tmp_path / "spec.json"
+    wrong = {"arguments": ["--", "no-such-recipe"], "run_folder": str(run), "workdir": str(tmp_path)}
+    path.write_text(spec(**wrong).model_dump_json())
+    for launch in ("first.0", "second.0") if rank_variable == "RANK" else ("first.0",):
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "ingot.launch.worker", "--spec", str(path), "--pod"],
+                env=os.environ | {rank_variable: str(rank), "INGOT_JOB_ATTEMPT": launch, "MASTER_ADDR": "127.0.0.1",
+                                  "MASTER_PORT": "61000"},
+                stderr=subprocess.PIPE, text=True,
+            )
+            for rank in (1, 0)
+        ]  # fmt: skip
+        errors = [process.communicate(timeout=120)[1] for process in started]
+        assert [process.returncode for process in started] == [2, 2], errors
+        assert "no-such-recipe" in "".join(errors)
+        assert (run / "launch" / "HALT").exists()
+        assert not (run / "launch" / f"code.{launch}.2").exists()
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """A pod sets its own."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> None:
+    """Attempts that end as told, in order; a fault may come after a new checkpoint."""
+    order = iter(ends)
+
+    def attempt(*arguments: Any) -> Outcome:
+        end = next(order)
+        if end == "progress":
+            step = run / "checkpoints" / str(1 + len(list((run / "checkpoints").glob("*"))))
+            step.mkdir(parents=True)
+            (step / "manifest.json").touch()
+        if end in ("fault", "progress"):
+            return Outcome(1, False, 0, Failure("lost a GPU", "machine", 1, 0.0))
+        return Outcome({"finished": 0, "stopped": 75}[end], end == "stopped")
+
+    monkeypatch.setattr(worker, "run_attempt", attempt)
+    monkeypatch.setattr("ingot.launch.ladder.BACK_OFF_SECONDS", (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (["finished"], 0),
+        (["fault", "finished"], 0),  # new processes in the same pod
+        (["progress", "progress", "fault", "progress", "finished"], 0),
+        (["fault", "fault"], EXIT_AGAIN),  # new pods
+        (["stopped"], EXIT_AGAIN),  # a drained node, say: the run goes on elsewhere
+    ],
+)
+def test_a_pod_ends_with_what_kubernetes_should_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], code: int
+) -> None:
+    run = tmp_path / "run"
+    outcomes(monkeypatch, ends, run)
+    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path)})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run_pod(one, {"INGOT_JOB_ATTEMPT": f"{LAUNCH}.0"}) == code
+    assert (run / "launch" / f"code.{LAUNCH}.0.{len(ends)}").exists()
+
+
+def test_a_pod_that_comes_late_joins_the_attempt_that_the_others_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    outcomes(monkeypatch, ["finished"], run)
+    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path)})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one.folder.mkdir(parents=True)
+    for ended in (1, 2):
+        (one.folder / f"code.{LAUNCH}.0.{ended}").write_text("1\n")
+    assert run_pod(one, {"INGOT_JOB_ATTEMPT": f"{LAUNCH}.0"}) == 0
+    assert (one.folder / f"code.{LAUNCH}.0.3").read_text() == "0\n"

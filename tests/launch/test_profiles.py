@@ -1,0 +1,82 @@
+"""Profiles and defaults; and, for each profile and each back end, what is rendered, word for word.
+
+After a change that is meant: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_profiles.py, and read the difference.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from specs import LAUNCH, spec
+
+from ingot.errors import ConfigError
+from ingot.launch.kubernetes import render as render_manifest
+from ingot.launch.place import place_training
+from ingot.launch.profiles import DEFAULTS_VARIABLE, find_profile, profile_names
+from ingot.launch.slurm import render as render_script
+
+GOLDEN = Path(__file__).parent / "golden"
+BACK_ENDS = ("slurm", "jobset", "trainjob", "pytorchjob")
+NEEDED = ("aws-p4d", "aws-p5", "aws-p5en", "aws-g6", "azure-ndv4", "azure-ndv5", "infiniband", "tcp", "cpu")
+RUN = ["mpt-125m", "data=/data/c4", "save_folder=/data/runs/x"]
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("profile", profile_names())
+def test_rendered_as_agreed(profile: str, back_end: str) -> None:
+    chosen = spec(profile=profile, gpus_per_node=find_profile(profile).gpus_per_node, env={"NCCL_DEBUG": "INFO"})
+    if back_end == "slurm":
+        squash = {"image": "/apps/ingot.sqsh", "mounts": ["/data:/data"], "partition": "gpu", "chain": 3, "spares": 1}
+        text = render_script(chosen.model_copy(update=squash))
+    else:
+        text = render_manifest(chosen, back_end, LAUNCH)  # type: ignore[arg-type]
+    path = GOLDEN / f"{profile}-{back_end}.txt"
+    if os.environ.get("INGOT_UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{path} differs; see the head of this file"
+
+
+def test_no_golden_file_is_left_without_its_profile() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == {f"{p}-{b}" for p in profile_names() for b in BACK_ENDS}
+
+
+def test_the_promised_profiles_are_there_and_give_a_reason_for_each_variable() -> None:
+    assert set(NEEDED) <= set(profile_names())
+    for name in profile_names():
+        profile = find_profile(name)
+        assert profile.transport in ("efa", "ib", "socket", "gloo")
+        assert all(variable.reason.strip() for variable in profile.env.values())
+        assert (profile.gpus_per_node == 0) == (profile.transport == "gloo")
+        spec(profile=name, mounts=profile.mounts, env=profile.variables)  # passes the spec's own rules
+
+
+@pytest.mark.parametrize("name", ["azure-ndv6", "../profiles/cpu", "", "x\ny"])
+def test_an_unknown_profile_is_refused_with_a_hint(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no profile"):
+        find_profile(name)
+
+
+def test_a_defaults_file_fills_in_what_the_command_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text("partition: gpu\nprofile: aws-p5\nnodes: 2\nclaims: [shared:/data]\nqueue: research\n")
+    monkeypatch.setenv(DEFAULTS_VARIABLE, str(path))
+    placed, notes = place_training(RUN, {"nodes": 4, "partition": None, "mounts": []})
+    assert (placed.partition, placed.nodes, placed.gpus_per_node, placed.queue) == ("gpu", 4, 8, "research")
+    assert any(str(path) in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("partitoin: gpu", "did you mean partition"), ("- gpu", "one per line"), ("name: x", "no option of a launch")],
+)
+def test_a_wrong_defaults_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, reason: str
+) -> None:
+    path = tmp_path / "launch.yaml"
+    path.write_text(content)
+    monkeypatch.setenv(DEFAULTS_VARIABLE, str(path))
+    with pytest.raises(ConfigError, match=reason):
+        place_training(RUN, {})
+    monkeypatch.setenv(DEFAULTS_VARIABLE, str(tmp_path / "absent.yaml"))
+    with pytest.raises(ConfigError, match="which is not there"):
+        place_training(RUN, {})

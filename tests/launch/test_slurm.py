@@ -1,0 +1,196 @@
+"""Runs on a real Slurm (F9-F14, F33, F35, F36): they end as the uninterrupted local run does, each sample once."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, cluster
+from runs import ARGUMENTS, HOOK, Run, assert_as_if_nothing_happened
+
+from ingot.launch.ladder import read_failures
+
+__all__ = ["cluster"]
+slow = pytest.mark.slow
+WHOLE: dict[Path, Path] = {}
+
+
+@pytest.fixture
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run on two local processes, undisturbed."""
+    if data not in WHOLE:
+        WHOLE[data] = tmp_path_factory.mktemp("whole") / "run"
+        Run(data, WHOLE[data], nproc=2).run()
+    return WHOLE[data]
+
+
+class Launched:
+    """A run that was given to the cluster."""
+
+    def __init__(self, cluster: Cluster, data: Path, folder: Path, *options: str, **fault: object):
+        self.cluster, self.data, self.folder = cluster, data, folder
+        self.options = [
+            f"data={data}",
+            f"save_folder={folder}",
+            "-N",
+            "2",
+            "--profile",
+            "cpu",
+            "--time",
+            "10",
+            *options,
+        ]
+        path = os.pathsep.join(filter(None, [HOOK, os.environ.get("PYTHONPATH")]))
+        self.env = cluster.env | {"PYTHONPATH": path, "INGOT_TEST_FAULT": json.dumps(fault or None)}
+
+    def ingot(self, *arguments: str, code: int = 0) -> str:
+        done = subprocess.run([sys.executable, "-m", "ingot.cli.main", *arguments], env=self.env, capture_output=True,
+                              text=True, cwd=self.folder.parent, timeout=120)  # fmt: skip
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def submit(self, code: int = 0) -> "Launched":
+        self.said = self.ingot("launch", "slurm", *ARGUMENTS, *self.options, code=code)
+        return self
+
+    @property
+    def job(self) -> str:
+        return json.loads((self.folder / "launch" / "jobs.jsonl").read_text().splitlines()[-1])["id"]
+
+    def states(self) -> list[str]:
+        return self.cluster.ask("squeue", "-h", "-r", "-t", "all", "-j", self.job, "-o", "%T").split()
+
+    def wait(self, seen: Callable[[], object], seconds: float = 150) -> None:
+        end = time.monotonic() + seconds
+        while not seen():
+            assert time.monotonic() < end, (self.states(), self.output())
+            time.sleep(0.05)
+
+    def wait_for_batch(self, batch: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        self.wait(lambda: path.exists() and path.read_bytes().count(b"\n") >= batch)
+
+    def wait_for_end(self) -> None:
+        living = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
+        self.wait(lambda: not living & set(self.states()))
+
+    def output(self) -> str:
+        return "".join(p.read_text() for p in sorted((self.folder / "launch").rglob("*.out")))
+
+
+def test_a_run_on_two_nodes_is_the_run_on_two_local_processes(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Launched(cluster, data, tmp_path / "run").submit()
+    assert "2 nodes x 1 processes" in run.said
+    run.wait_for_end()
+    assert run.states() == ["COMPLETED"], run.output()
+    assert_as_if_nothing_happened(run.folder, whole)
+    assert "state: finished" in run.ingot("status", str(run.folder))
+    assert "on n1,n2" in run.ingot("logs", str(run.folder))
+    assert oct((run.folder / "launch" / "spec.json").stat().st_mode)[-3:] == "600"
+
+
+def test_a_killed_rank_is_started_again_inside_the_allocation(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Launched(
+        cluster, data, tmp_path / "run", kind="kill", rank=1, batch=11, once=str(tmp_path / "struck")
+    ).submit()
+    run.wait_for_end()
+    assert run.states() == ["COMPLETED"], run.output()
+    (failure,) = read_failures(run.folder)
+    assert failure["host"] in ("n1", "n2") and failure["rank"] == 1 and "signal 9" in failure["message"]
+    assert failure["message"] in run.ingot("logs", str(run.folder), "--errors")
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_a_user_error_ends_the_chain(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    run = Launched(cluster, data, tmp_path / "run", "data.train.path=/nowhere", "--chain", "3").submit()
+    run.wait_for_end()
+    assert (run.folder / "launch" / "HALT").read_text().startswith("/nowhere")
+    assert len(read_failures(run.folder)) == 1
+    assert "state: halted" in run.ingot("status", str(run.folder))
+
+
+@slow
+def test_scancel_saves_and_nothing_starts_again(cluster: Cluster, data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all").submit()
+    run.wait_for_batch(6)
+    cluster.ask("scancel", run.job)
+    run.wait_for_end()
+    assert run.states() == ["CANCELLED"]
+    steps = sorted(int(p.name) for p in (run.folder / "checkpoints").iterdir())
+    assert steps[-1] >= 6 and not (run.folder / "FINISHED").exists()
+    run.env["INGOT_TEST_FAULT"] = "null"
+    run.ingot("launch", "resume", str(run.folder))
+    run.wait_for_end()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_the_time_limit_is_passed_on_by_a_chain(cluster: Cluster, data: Path, whole: Path, tmp_path: Path) -> None:
+    """A minute's limit, with a signal before it; each step takes two seconds, so one job cannot finish."""
+    limits = ["--time", "1", "--signal-seconds", "25", "--chain", "4"]
+    run = Launched(
+        cluster, data, tmp_path / "run", *limits, kind="slow", rank=0, batch=1, attempts="all", seconds=2.0
+    ).submit()
+    run.wait(lambda: (run.folder / "FINISHED").exists(), 400)
+    run.wait_for_end()
+    assert "USR2" in run.output() and run.output().count("nothing to do") >= 1  # the rest of the chain ended at once
+    assert_as_if_nothing_happened(run.folder, whole)
+    assert not read_failures(run.folder)
+
+
+@slow
+def test_requeueing_appends_to_the_log_and_continues(cluster: Cluster, data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all").submit()
+    run.wait_for_batch(10)
+    cluster.ask("scontrol", "requeue", run.job)
+    run.wait(lambda: (run.folder / "FINISHED").exists())
+    run.wait_for_end()
+    assert f"attempt {run.job}.0.1 on" in run.output() and f"attempt {run.job}.1.1 on" in run.output()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_a_dead_node_is_replaced_by_a_spare(cluster: Cluster, data: Path, whole: Path, tmp_path: Path) -> None:
+    run = Launched(
+        cluster, data, tmp_path / "run", "--spares", "1", kind="slow", rank=0, batch=1, attempts="all"
+    ).submit()
+    run.wait_for_batch(10)
+    cluster.kill_node("n2")
+    try:
+        run.wait(lambda: (run.folder / "FINISHED").exists())
+        run.wait_for_end()
+    finally:
+        cluster.start_node("n2")
+    assert "on n1,n3" in run.output()
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_two_launches_of_one_folder_a_silent_controller_and_a_refusal_are_told_apart(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all").submit()
+    run.wait_for_batch(2)
+    second = Launched(cluster, data, run.folder).submit(code=2)
+    assert "has a job already" in second.said
+    cluster.stop_controller()
+    try:
+        assert "state: running" in run.ingot("status", str(run.folder))  # the folder knows more than Slurm
+        assert "Slurm cannot be asked" in Launched(cluster, data, run.folder).submit(code=2).said
+    finally:
+        cluster.start_controller()
+    assert "asked" in run.ingot("stop", str(run.folder))
+    run.wait_for_end()
+    assert not (run.folder / "FINISHED").exists()
+    refused = Launched(cluster, data, tmp_path / "other", "-p", "nowhere").submit(code=1)
+    assert "sbatch refused" in refused.said and "job.sh" in refused.said
+    assert not (tmp_path / "other" / "launch" / "jobs.jsonl").exists()

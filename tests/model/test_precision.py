@@ -1,0 +1,121 @@
+"""Narrow weights, 8-bit products and the fast GELU: what they promise, shown on the CPU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ingot.model.config import ModelConfig
+from ingot.model.fp8 import BACKWARD, FORWARD, quantize, use_fp8, why_no_fp8
+from ingot.model.gelu import Gelu
+from ingot.model.gpt import GPT
+from ingot.model.init import build_model
+from ingot.model.narrow import NarrowLinear
+
+CPU = torch.device("cpu")
+
+
+def train(narrow: bool, compiled: bool) -> tuple[list[float], list[Tensor]]:
+    model = build_model(ModelConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=200, max_seq_len=32), 1, CPU)
+    if narrow:
+        model.use_precision("bf16", CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    run: nn.Module = torch.compile(model, backend="aot_eager", dynamic=False) if compiled else model  # type: ignore
+    generator, losses = torch.Generator().manual_seed(0), []
+    for _ in range(3):
+        run.train()
+        for _ in range(2):
+            tokens = torch.randint(0, 200, (4, 33), generator=generator)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = run(tokens[:, :-1], tokens[:, 1:]) / 100
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def test_narrow_weights_train_to_the_same_bits_as_autocast() -> None:
+    losses, weights = train(narrow=False, compiled=False)
+    for compiled in (False, True):
+        narrow_losses, narrow_weights = train(narrow=True, compiled=compiled)
+        assert narrow_losses == losses
+        assert all(torch.equal(a, b) for a, b in zip(weights, narrow_weights, strict=True))
+
+
+def test_narrow_weights_follow_every_change_before_training_and_before_evaluation() -> None:
+    model = build_model(ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8), 1, CPU)
+    model.use_precision("bf16", CPU)
+    layer = model.blocks[0].mlp.up
+    assert isinstance(layer, NarrowLinear)
+    for begin in (model.train, model.eval):
+        with torch.no_grad():
+            layer.weight.mul_(3.0)
+        assert not torch.equal(layer.narrow, layer.weight.bfloat16())
+        begin()
+        assert torch.equal(layer.narrow, layer.weight.bfloat16())
+
+
+def test_narrow_weights_are_no_part_of_the_model_that_is_saved_or_used_in_fp32() -> None:
+    config = ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8)
+    plain, narrow = build_model(config, 1, CPU), build_model(config, 1, CPU)
+    narrow.use_precision("bf16", CPU)
+    assert plain.state_dict().keys() == narrow.state_dict().keys()
+    tokens = torch.arange(8)[None]
+    assert torch.equal(plain(tokens), narrow(tokens))
+
+
+def fp8_layer() -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 32)
+    assert use_fp8(nn.Sequential(layer)) == 1
+    return layer, torch.randn(4, 8, 48, requires_grad=True), torch.randn(4, 8, 32)
+
+
+def test_an_fp8_layer_equals_quantising_by_hand() -> None:
+    layer, x, slope = fp8_layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    y.backward(slope.bfloat16())
+
+    def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = t.abs().max() / torch.finfo(dtype).max
+        return (t / scale).to(dtype).float() * scale
+
+    x8, w8 = rounded(x.detach().flatten(0, 1), FORWARD), rounded(layer.weight.detach(), FORWARD)
+    d8 = rounded(slope.bfloat16().float().flatten(0, 1), BACKWARD)
+    expected = (x8 @ w8.t()).bfloat16() + layer.bias.bfloat16()
+    torch.testing.assert_close(y.flatten(0, 1), expected, atol=2e-2, rtol=1e-2)
+    assert x.grad is not None and layer.weight.grad is not None
+    torch.testing.assert_close(x.grad.flatten(0, 1), d8 @ w8, atol=5e-3, rtol=1e-2)
+    torch.testing.assert_close(layer.weight.grad, d8.t() @ x8, atol=1e-4, rtol=1e-4)
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def test_fp8_keeps_the_largest_value_and_two_digits_of_the_rest() -> None:
+    x = torch.randn(64, 64) * 1e-4
+    for dtype, digits in ((FORWARD, 0.07), (BACKWARD, 0.13)):
+        narrow, scale = quantize(x, dtype)
+        back = narrow.float() * scale
+        assert back.abs().max() == x.abs().max()
+        seen = x.abs() > x.abs().max() * 1e-2
+        assert ((back / x - 1).abs()[seen] < digits).all()
+    assert not quantize(torch.zeros(4, 4), FORWARD)[0].float().isnan().any()
+
+
+def test_fp8_falls_back_to_bf16_with_the_reason_where_the_hardware_lacks_it() -> None:
+    model = GPT(ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8))
+    note = model.use_precision("fp8", CPU)
+    assert note == f"bf16 instead of fp8: {why_no_fp8(CPU)}"
+    assert type(model.blocks[0].mlp.up) is NarrowLinear
+
+
+def test_the_fast_gelu_is_the_exact_one_to_fp32() -> None:
+    x = torch.linspace(-12, 12, 100_001).requires_grad_()
+    y = Gelu.apply(x)
+    y.sum().backward()
+    exact = x.detach().double().requires_grad_()
+    expected = F.gelu(exact)
+    expected.sum().backward()
+    torch.testing.assert_close(y.double(), expected, atol=1e-6, rtol=0)
+    assert x.grad is not None and exact.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact.grad, atol=1e-6, rtol=0)
