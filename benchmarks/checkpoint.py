@@ -15,6 +15,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class Bench:
         place = find_place()
         self.device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
         cuda = self.device.type == "cuda"
-        size = "gpt3-1.3b" if cuda else "gpt3-125m"
+        size = "pythia-1b" if cuda else "gpt3-125m"
         width = [] if cuda else ["model.d_model=512", "model.n_heads=8", "model.n_layers=8"]
         config = load_config(RunConfig, [size, *width, "max_seq_len=256"])
         self.world = join_world(place, self.device, 60) if processes > 1 else None
@@ -143,13 +144,15 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
     planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
     for number in range(1, repeats + 1):
         note("torch.save, stall", bench.timed(bench.torch_save))
+        full_bytes = _bytes(folder / "full.pt")
+        bench.meet()
         note("dcp.save, stall", bench.timed(bench.dcp_save))
         if bench.first:
-            shutil.rmtree(folder / "dcp-async", ignore_errors=True)
+            shutil.rmtree(folder / "dcp")
         bench.meet()
         began = time.perf_counter()
         future: Any = dcp.async_save(
-            bench.flat(), checkpoint_id=str(folder / "dcp-async"), no_dist=bench.world is None, planner=planner
+            bench.flat(), checkpoint_id=str(folder / "dcp"), no_dist=bench.world is None, planner=planner
         )
         note("dcp.async_save, stall", time.perf_counter() - began)
         future.result()
@@ -166,6 +169,10 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
         assert saver.problem is None, saver.problem
         if bench.first and number > 1:
             shutil.rmtree(folder / "ours" / CHECKPOINTS / str(number - 1))
+        (folder / "full.pt").unlink(missing_ok=True)
+
+    if bench.first:
+        print(json.dumps({name: spread(values) for name, values in rows.items()}), file=sys.stderr, flush=True)
 
     # loading, on top of what is there: from the disk, then from the page cache
     flat, ranks = bench.flat(), Ranks(bench.world, "bench")
@@ -183,6 +190,8 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
         dcp.load(flat, checkpoint_id=folder / "dcp", no_dist=bench.world is None)
 
     for cached in ("cold", "cached"):
+        if cached == "cached":  # what was forgotten last
+            load_ours(), load_dcp()
         for _ in range(repeats):
             for name, action in (("ingot, load", load_ours), ("dcp.load", load_dcp)):
                 if cached == "cold" and bench.first:
@@ -205,7 +214,7 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
             note("step, otherwise", bench.timed(bench.step))
     sizes = {
         "ingot": _bytes(folder / "ours" / CHECKPOINTS / str(step)),
-        "torch.save": _bytes(folder / "full.pt"),
+        "torch.save": full_bytes,
         "dcp.save": _bytes(folder / "dcp"),
     }
     result = {

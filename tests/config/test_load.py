@@ -81,7 +81,7 @@ def test_a_wrong_type_names_key_value_and_what_was_expected(tmp_path: Path) -> N
         ("device_train_microbatch_size=3", "does not divide global_train_batch_size 256"),
         ("device_train_microbatch_size=0", "at least 1"),
         ("global_train_batch_size=0", "greater than 0"),
-        ("precision=fp8", "'fp32', 'bf16' or 'fp16'"),
+        ("precision=fp4", "'fp32', 'bf16', 'fp16' or 'fp8'"),
         ("optimizer.name=sgd", "adamw"),
         ("scheduler.t_warmup=5min", "wall-clock"),
         ("data.train.path=", "data.train.path"),

@@ -27,6 +27,11 @@ PAYLOADS = [
     "$(INGOT_RESTART)", "--wrap=x", "-n", "../../etc", "a,b:/c:/d",
 ]  # fmt: skip
 FRONTS = ("", "a", "1", "/a", "/a:/b", "a:/b", "A=")
+OPTIONS = {
+    "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "mem", "wait-all-nodes",
+    "requeue", "open-mode", "output", "time", "signal", "array", "no-kill", "partition", "account", "qos",
+    "reservation", "constraint", "exclude",
+}  # fmt: skip
 PREAMBLE_END = "set -euo pipefail"
 SHOW = 'printf "%s\\0" "$RUN" "$LAUNCH" "$PYTHON" "$NODES" "${SRUN[@]}"'
 
@@ -71,6 +76,8 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     options = [line for line in lines if line.startswith("#SBATCH ")]
     assert all(line.startswith("#SBATCH --") for line in options)
     assert lines[2 : 2 + len(options)] == options
+    names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in options]
+    assert len(set(names)) == len(names) and set(names) <= OPTIONS
     assert len(lines) == 2 + len(options) + 6, head  # four values, a comment, the array
     assert "\r" not in head
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)

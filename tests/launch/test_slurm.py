@@ -135,16 +135,26 @@ def test_scancel_saves_and_nothing_starts_again(cluster: Cluster, data: Path, wh
 
 @slow
 def test_the_time_limit_is_passed_on_by_a_chain(cluster: Cluster, data: Path, whole: Path, tmp_path: Path) -> None:
-    """A minute's limit, with a signal before it; each step takes two seconds, so one job cannot finish."""
-    limits = ["--time", "1", "--signal-seconds", "25", "--chain", "4"]
+    """A minute's limit, with a signal before it; each step takes two seconds, so that one job cannot finish."""
+    limits = ["--time", "1", "--signal-seconds", "20", "--chain", "9"]
     run = Launched(
         cluster, data, tmp_path / "run", *limits, kind="slow", rank=0, batch=1, attempts="all", seconds=2.0
     ).submit()
     run.wait(lambda: (run.folder / "FINISHED").exists(), 400)
     run.wait_for_end()
-    assert "USR2" in run.output() and run.output().count("nothing to do") >= 1  # the rest of the chain ended at once
+    assert "run 75" in run.output() and "SIGUSR2" in run.output()
     assert_as_if_nothing_happened(run.folder, whole)
     assert not read_failures(run.folder)
+
+
+@slow
+def test_once_a_run_has_finished_the_rest_of_its_chain_ends_at_once(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    run = Launched(cluster, data, tmp_path / "run", "--chain", "4").submit()
+    run.wait_for_end()
+    assert run.output().count("nothing to do") == 3 and run.output().count("attempt") == 2  # one began and ended
+    assert_as_if_nothing_happened(run.folder, whole)
 
 
 @slow

@@ -49,6 +49,8 @@ def local(
     from ingot.launch.worker import Worker
     from ingot.train.config import RunConfig
 
+    if gpus_per_node is None:  # those of this machine, not of the profile's
+        gpus_per_node = len(list(Path("/dev").glob("nvidia[0-9]*")))
     given = {"nodes": 1, "gpus_per_node": gpus_per_node, "processes_per_node": processes_per_node, "profile": profile,
              "name": name, "env": env, "secret": secret, "mounts": None}  # fmt: skip
     found = run_arguments(arguments, config, updates)

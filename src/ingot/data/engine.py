@@ -20,7 +20,6 @@ from ingot.errors import DataError
 
 _TABLE_END = 0x20000  # code points above are rare; of them only the old ideographs are left to the fast engine
 _IDEOGRAPHS = (0x20000, 0x2A6D6)
-_ASCII = bytes(range(128))
 _CHUNK_CHARS = 1 << 22  # longer documents are encoded in chunks, to bound memory
 _EXACT_CHARS = 1 << 20  # what Hugging Face is given at once
 
@@ -147,7 +146,8 @@ class Engine:
         return {i for i, text in enumerate(texts) if self._has_foreign(text)}
 
     def _has_foreign(self, text: bytes) -> bool:
-        rest = text.translate(None, _ASCII)  # what is left is still valid UTF-8, and mostly little
+        data = np.frombuffer(text, np.int8)
+        rest = data[data < 0].tobytes()  # what is not ASCII: still valid UTF-8, and mostly little
         if not rest:
             return False
         points = np.frombuffer(rest.decode().encode("utf-32-le"), dtype=np.uint32)  # [characters]

@@ -30,7 +30,6 @@ class Plan:
     max_samples: int | None
     compression: str | None
     size_limit: int
-    skip_bad: bool
     options: ReadOptions
 
 

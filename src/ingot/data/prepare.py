@@ -129,8 +129,7 @@ def prepare(
             max_samples=max_samples if max_samples is not None else SPLIT_SAMPLES.get(split),
             compression=compression,
             size_limit=size_limit,
-            skip_bad=on_error == "skip",
-            options=ReadOptions("", max_document_bytes, max_expansion),
+            options=ReadOptions("", max_document_bytes, max_expansion, on_error == "skip"),
         )
         chosen = None
         name, reason = "none", "text is kept as text"

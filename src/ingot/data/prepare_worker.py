@@ -89,7 +89,7 @@ class Worker:
     def _note_bad(self, block: Block, stats: dict[str, Any]) -> None:
         for record, problem in block.bad:
             where = f"{block.path}:{record + 1}" if block.record_count > 1 or record else block.path
-            if not self.plan.skip_bad:
+            if not self.plan.options.skip_bad:
                 raise DataError(f"{where}: {problem}; correct it, or leave such records out with on_error=skip")
             if len(stats["bad"]) < LONGEST:
                 stats["bad"].append(f"{where}: {problem}")

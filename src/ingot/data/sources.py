@@ -22,6 +22,7 @@ from ingot.data.documents import (
     count_lines,
     cut_lines,
     jsonl_block,
+    newlines,
     open_parquet,
     read_batches,
     read_file,
@@ -33,6 +34,7 @@ from ingot.data.input_files import Guarded, ReadOptions, SourceFile, is_lines, o
 from ingot.errors import DataError
 
 PIECE_BYTES = BLOCK_BYTES
+_COUNTED_BYTES = 1 << 30  # how far into a file bad lines that are skipped get their number: counting is reading it all
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,10 @@ def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     block = jsonl_block(data, 0, path, options)
     if block.bad and start:  # only now is it worth knowing on which line the range begins
-        block = jsonl_block(data, count_lines(path, start), path, options)
+        if start < _COUNTED_BYTES or not options.skip_bad:
+            block = jsonl_block(data, count_lines(path, start), path, options)
+        else:
+            block.path = f"{path} (from byte {start:,})"
     yield block
 
 
@@ -184,7 +189,7 @@ def _handed_over(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece
             for lines in cut_lines(stream, options):
                 before, done = done, _position(stream)
                 yield Piece("lines", (file,), size=done - before, first_record=first), lines
-                first += lines.count(b"\n")
+                first += newlines(lines)
     else:
         with open_file(file, options) as stream:
             for block in read_stream(stream, file.format, file.path, options, lambda text, low, high: None):

@@ -63,10 +63,13 @@ def mark_start(run: Path) -> None:
     _append(run, {"kind": START})
 
 
-def record(run: Path, *, attempt: str, rank: int, batch: int, kind: str, message: str, progress: bool) -> None:
-    """Keep a failure."""
-    _append(run, {"attempt": attempt, "host": socket.gethostname(), "rank": rank, "batch": batch, "kind": kind,
-                  "message": message, "progress": progress})  # fmt: skip
+def record(
+    run: Path, *, attempt: str, rank: int, batch: int, kind: str, message: str, progress: bool, host: str | None = None
+) -> None:
+    """Keep a failure, of this machine or of the one named; an empty name blames none."""
+    host = socket.gethostname() if host is None else host
+    _append(run, {"attempt": attempt, "host": host, "rank": rank, "batch": batch, "kind": kind, "message": message,
+                  "progress": progress})  # fmt: skip
 
 
 def read_failures(run: Path) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def strikes(run: Path) -> dict[str, int]:
     """Nodes that failed by themselves at least twice, over all jobs of a run."""
     counts: dict[str, int] = {}
     for line in read_history(run):
-        if line["kind"] in ("machine", "hang") and isinstance(line.get("host"), str):
+        if line["kind"] in ("machine", "hang") and isinstance(line.get("host"), str) and line["host"]:
             counts[line["host"]] = counts.get(line["host"], 0) + 1
     return {host: count for host, count in counts.items() if count >= STRIKES}
 

@@ -7,7 +7,6 @@ restarts for codes from 128 on, and its older versions for a few of them, of whi
 """
 
 import itertools
-import re
 import signal
 import sys
 import time
@@ -51,7 +50,7 @@ def run_pod(spec: LaunchSpec, env: Mapping[str, str]) -> int:
 def _start(spec: LaunchSpec, launch: str, rank: int) -> None:
     """Once per launch node 0 clears what an earlier one left behind; the others wait for that."""
     run = Path(spec.run_folder)
-    started = spec.folder / f"started.{re.split('[.]', launch)[0]}"
+    started = spec.folder / f"started.{launch.partition('.')[0]}"
     if rank == 0 and not started.exists():
         for leftover in (run / STOP, spec.folder / HALT):
             leftover.unlink(missing_ok=True)

@@ -61,7 +61,7 @@ while :; do
   export MASTER_ADDR=${chosen[0]} MASTER_PORT=$((61000 + (SLURM_JOB_ID * 7 + attempt) % 4500)) INGOT_JOB_ATTEMPT=$id
   echo "attempt $id on $list"
   srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --nodelist="$list" --kill-on-bad-exit=1 --wait=60 \
-    --label --open-mode=append --output="$LAUNCH/output/$id.%n.out" "${SRUN[@]}" \
+    --overlap --label --open-mode=append --output="$LAUNCH/output/$id.%n.out" "${SRUN[@]}" \
     "$PYTHON" -m ingot.launch.worker --spec "$LAUNCH/spec.json" &
   pid=$!
   while :; do # a trap interrupts the wait, not the step
@@ -124,7 +124,8 @@ def render(spec: LaunchSpec) -> str:
     lines = ["#!/bin/bash", f"# Made by ingot for {spec.name}; its run is described in {SPEC} beside it."]
     lines += [f"#SBATCH {option}" for option in options]
     lines += [f"{name}={shlex.quote(value)}" for name, value in values.items()]
-    lines += ["# shellcheck disable=SC2054,SC2191  # commas and = within an option", f"SRUN=({' '.join(map(shlex.quote, srun))})"]
+    lines += ["# shellcheck disable=SC2054,SC2191  # commas and = within an option"]
+    lines += [f"SRUN=({' '.join(map(shlex.quote, srun))})"]
     return "\n".join(lines) + BODY
 
 

@@ -91,7 +91,8 @@ class Worker:
     def _record(self, outcome: Outcome, progress: bool) -> None:
         assert outcome.failure is not None
         record(self.run_folder, attempt=self.attempt, rank=outcome.rank, batch=outcome.batch,
-               kind=outcome.failure.kind, message=outcome.failure.message, progress=progress)  # fmt: skip
+               kind=outcome.failure.kind, message=outcome.failure.message, progress=progress,
+               host="" if outcome.failure.is_consequence else None)  # fmt: skip
         print(f"{socket.gethostname()}: rank {outcome.rank} failed: {outcome.failure.message}", file=sys.stderr)
 
     def _others_failed(self) -> bool:

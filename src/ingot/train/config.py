@@ -251,9 +251,9 @@ class RunConfig(Section):
         for key in ("max_duration", "eval_interval", "log_interval", "save_keep_every"):
             if getattr(self, key).is_wall_clock:
                 raise impossible(key, f"{getattr(self, key)} is wall-clock time; use ba, ep, sp or tok here")
-        if key := next(secret_in(self.model_dump(mode="json")), None):
+        if secret := next(secret_in(self.model_dump(mode="json")), None):
             raise impossible(
-                key, "the URL has a password or a signature in it, which would be written into checkpoints and seen in "
+                secret, "the URL has a password or a signature in it, which would be written into checkpoints and seen in "
                 "process lists; give credentials in the environment (AWS_..., AZURE_..., GOOGLE_...)"
             )  # fmt: skip
         if self.max_wall_time is not None and not self.max_wall_time.is_wall_clock:

@@ -21,10 +21,10 @@ def listed(value: Any) -> list[Any]:
 
 
 def put_parallel(t: Translation, axes: dict[str, str]) -> None:
-    for key, axis in axes.items():
-        if t.number(key, 1) > 1:
-            t.put(f"parallel.{axis}", t.size(key), key)
-        t.skip("one process holds all of it", key)
+    for axis in dict.fromkeys(axes.values()):
+        keys = [key for key, name in axes.items() if name == axis]
+        sizes = [t.size(key) for key in keys if t.number(key, 1) > 1]
+        t.put(f"parallel.{axis}", max(sizes, default=1), *keys)
 
 
 def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, world: int, model: int) -> None:

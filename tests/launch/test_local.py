@@ -1,0 +1,32 @@
+"""`ingot launch local`: the spec of a cluster, on this machine."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ingot.launch.jobs import read_jobs
+from ingot.launch.spec import read_spec
+
+
+def test_a_local_launch_trains_and_leaves_spec_job_and_logs(
+    tiny: list[str], tmp_path: Path, ingot: Callable[..., Any]
+) -> None:
+    run = tmp_path / "run"
+    command = ["launch", "local", *tiny, "max_duration=3ba", "--profile", "cpu", "--gpus-per-node", "0"]
+    printed = ingot(*command, "--dry-run").stdout
+    assert not run.exists()
+    ingot(*command)
+    assert (run / "FINISHED").exists()
+    spec = read_spec(run / "launch" / "spec.json")
+    assert json.loads(printed) == json.loads(spec.model_dump_json())
+    assert (run / "launch" / "spec.json").stat().st_mode & 0o777 == 0o600
+    assert [job.back_end for job in read_jobs(run)] == ["local"]
+    assert (run / "logs" / "rank-0.log").exists()
+    assert ingot("status", str(run)).stdout.startswith("state: finished")
+
+
+def test_a_local_launch_that_cannot_run_leaves_nothing(tmp_path: Path, ingot: Callable[..., Any]) -> None:
+    done = ingot("launch", "local", "no-such-recipe", f"save_folder={tmp_path / 'run'}", check=False)
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
