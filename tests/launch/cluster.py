@@ -156,6 +156,13 @@ class Cluster:
         self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", child())
         self._ip("link", "set", link, "master", self.bridge, "up")
 
+    def on(self, name: str, *command: str) -> None:
+        """Run a command as it would run on the node: what it mounts or binds is that node's alone."""
+        parent = self.processes[name].pid
+        (pid,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        spaces = ("--mount", "--net", "--uts", "--pid")
+        subprocess.run(["nsenter", f"--target={pid}", *spaces, *command], check=True, capture_output=True, env=self.env)
+
     def kill_node(self, name: str) -> None:
         """The node dies, with everything that runs on it."""
         self._end(name)

@@ -31,9 +31,7 @@ def run(data: Path, folder: Path, *more: str, fresh: bool = False) -> Path:
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     path = folder / "checkpoints" / str(step)
-    return {
-        f"{f}/{k}": v for f in ("model", "optimizer") for k, v in load_file(path / f"{f}.safetensors").items()
-    }
+    return {f"{f}/{k}": v for f in ("model", "optimizer") for k, v in load_file(path / f"{f}.safetensors").items()}
 
 
 def assert_same_end(a: Path, b: Path, step: int = 30, evals: bool = True) -> None:

@@ -1,13 +1,33 @@
 """`ingot doctor`"""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
+from ingot.errors import ConfigError
 
-def doctor() -> None:
-    """What works on this machine, what is missing, and the command that fixes it.
+
+def doctor(
+    run: Annotated[Path | None, typer.Argument(help="With --cluster: the folder of a launched run.")] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check all nodes of this Slurm allocation, or this one alone.")
+    ] = False,
+    profile: Annotated[str | None, typer.Option(help="With --cluster: what the nodes are, without a run.")] = None,
+) -> None:
+    """What works on this machine, what is missing, and the command that fixes it. With --cluster: what is checked
+    before each attempt of a launched run, on every node.
 
     Example: ingot doctor
+
+    Example: salloc -N 16 --exclusive ingot doctor --cluster runs/mpt-30b
     """
+    if (run or profile) and not cluster or run and profile:
+        raise ConfigError("`ingot doctor --cluster` takes a run folder or a profile; without it there is none to give")
+    if cluster:
+        from ingot.launch.doctor import check_nodes
+
+        raise typer.Exit(check_nodes(run, profile))
     from ingot.report.doctor import examine
 
     findings = examine()

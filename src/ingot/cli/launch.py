@@ -12,7 +12,7 @@ from ingot.errors import ConfigError
 # options that go into the spec as they are named
 FIELDS = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "image", "mounts", "profile", "name", "time",
           "partition", "account", "qos", "constraint", "exclude", "reservation", "chain", "spares", "signal_seconds",
-          "env", "secret")  # fmt: skip
+          "preflight", "env", "secret")  # fmt: skip
 launch_app = typer.Typer(help="Run on a cluster, and back after every fault.", no_args_is_help=True)
 
 Arguments = Annotated[
@@ -30,6 +30,7 @@ ProfileName = Annotated[str | None, typer.Option("--profile", help="Cluster prof
 Name = Annotated[str | None, typer.Option("--name", help="Name of the job. Default: the run's.")]
 Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE on the nodes; may be given again.")]
 Secret = Annotated[list[str] | None, typer.Option("--secret", help="Variable to pass on by name; written nowhere.")]
+Preflight = Annotated[bool | None, typer.Option(help="Check the nodes before each attempt.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print script and spec; touch nothing.")]
 Dialect = Annotated[str | None, typer.Option(help="Whose keys the files have: foundry, neox, megatron.")]
 
@@ -75,6 +76,7 @@ def slurm(
     chain: Annotated[int | None, typer.Option("--chain", help="Jobs queued at once, one after another.")] = None,
     spares: Annotated[int | None, typer.Option("--spares", help="Nodes that step in for a failed one.")] = None,
     signal_seconds: Annotated[int | None, typer.Option(help="Ask to save so long before the limit.")] = None,
+    preflight: Preflight = None,
     env: Env = None,
     secret: Secret = None,
     dialect: Dialect = None,

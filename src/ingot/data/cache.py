@@ -34,6 +34,7 @@ from urllib.parse import quote
 import xxhash
 import zstandard
 
+from ingot.data.files import begin_to_store
 from ingot.data.mds import ShardFile
 from ingot.data.remote import CHUNK, Again, NotThere, Remote, first_line
 from ingot.errors import DataError, DiskError, IngotError
@@ -89,7 +90,9 @@ class Cache:
         path, part = self.folder / wanted.target.basename, self._part(wanted.target.basename)
         seen, since = None, time.monotonic()
         while not self._try(wanted, path, may_evict_kept=True):  # another thread or process is at it
-            if self._closed.wait(POLL_SECONDS):
+            with self._changed:
+                self._changed.wait(POLL_SECONDS)  # a thread of ours says when it is done; other processes do not
+            if self._closed.is_set():
                 raise DataError(f"{path} was being fetched when the cache was closed")
             if (found := _stamp(part)) != seen:
                 seen, since = found, time.monotonic()
@@ -121,6 +124,7 @@ class Cache:
         """Stop fetching; files in the making are removed."""
         self._closed.set()
         with self._changed:
+            self._changed.notify_all()
             self._queue.clear()
             self._changed.wait_for(lambda: not self._running, timeout=5)  # a stuck connection must not hold an exit
 
@@ -132,10 +136,10 @@ class Cache:
                         return
                     wanted = self._queue.popleft()
                 # A failure here is not reported: whoever needs the file meets it again, and reports it.
-                try:
+                with suppress(IngotError):
                     self._try(wanted, self.folder / wanted.target.basename, may_evict_kept=False)
-                except IngotError:
-                    continue
+                with self._changed:
+                    self._changed.notify_all()
         finally:
             with self._changed:
                 self._running -= 1
@@ -232,6 +236,7 @@ class Cache:
             if written > target.bytes:
                 raise Again(f"it has more than the {target.bytes:,} bytes of the index")
             file.write(chunk)
+            begin_to_store(file.fileno(), written - len(chunk), len(chunk))
             raw.update(chunk)
         if written != target.bytes:
             raise Again(f"it has {written:,} bytes where the index says {target.bytes:,}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from ingot.data.cache import Cache, Wanted
 from ingot.data.config import PlaceConfig, SourceConfig
 from ingot.data.indexed import FlatShard, IndexFile
-from ingot.data.mds import MdsShard, ShardFile, read_index, tokens_by_index
+from ingot.data.mds import MdsShard, ShardFile, read_index, token_dtype, tokens_by_index
 from ingot.data.mixture import Mixture
 from ingot.data.remote import Forbidden, Remote
 from ingot.data.windows import IGNORE as IGNORE
@@ -199,6 +199,7 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
     return Windows(
         "MDS", place.remote or str(folder), [info.raw.basename for info in infos], tokens, open_shard, seq_len,
         vocab_size,
+        dtype=token_dtype(infos, raw_type),
         identity=[[s.raw.basename, s.raw.bytes, s.raw.hashes, t] for s, t in zip(infos, tokens, strict=True)],
         block_tokens=sum(tokens) // max(1, len(tokens)),
         meta=meta,
@@ -232,6 +233,7 @@ def _open_indexed(prefix: Path, cache: Cache | None, seq_len: int, vocab_size: i
     return Windows(
         "indexed", f"{cache.remote.url}/{prefix.name}" if cache else str(prefix), [bin_path.name] * len(sizes), sizes,
         open_shard, seq_len, vocab_size,
+        dtype=index.dtype,
         identity=[prefix.name, index.tokens, index.digest()],
         block_tokens=min(chunk, index.tokens),
         meta=read_meta(_with(prefix, ".meta.json")),

@@ -112,5 +112,5 @@ class FlatShard:
         self._tokens = np.frombuffer(map_file(path, tokens * dtype.itemsize), dtype)
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into all of `out`, int64."""
+        """Copy the tokens from `start` on into all of `out`."""
         out[:] = self._tokens[start : start + len(out)]

@@ -103,6 +103,14 @@ def tokens_by_index(infos: list[MdsShardInfo], raw_type: str) -> list[int] | Non
     return [info.samples * (_sample_length(info, raw_type) or 0) for info in infos]
 
 
+def token_dtype(infos: list[MdsShardInfo], raw_type: str) -> np.dtype:
+    """The type of the tokens in all shards; int64 if they differ, or only the shards tell."""
+    encodings = {info.encoding for info in infos}
+    if len(encodings) != 1 or encodings == {"ndarray"}:
+        return np.dtype(np.int64)
+    return _static_dtype(encodings.pop(), raw_type, infos[0].raw.basename)
+
+
 def _sample_length(info: MdsShardInfo, raw_type: str) -> int | None:
     size = info.sizes[info.column]
     if size is not None:
@@ -146,17 +154,15 @@ class MdsShard:
         if self._uniform:
             self.length = int(self._lengths[0])
             self.tokens = n * self.length
-            head = int(starts[0] - offsets[0])
-            shape, strides = (n, self.length), (stride, self.dtype.itemsize)
-            self._rows = np.ndarray(shape, self.dtype, data, int(starts[0]), strides)
-            self._heads = np.ndarray((n, head), np.uint8, data, int(offsets[0]), (stride, 1)) if head else None
+            self._first_row, self._stride = int(offsets[0]), stride
+            self._rows = np.ndarray((n, self.length), self.dtype, data, int(starts[0]), (stride, self.dtype.itemsize))
             self._head = data[offsets[0] : starts[0]].tobytes()
         else:
             self._ends = np.cumsum(self._lengths)  # [n], in tokens
             self.tokens = int(self._ends[-1])
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into all of `out`, int64."""
+        """Copy the tokens from `start` on into all of `out`."""
         if self._uniform:
             self._read_rows(start, out)
         else:
@@ -164,15 +170,16 @@ class MdsShard:
 
     def _read_rows(self, start: int, out: np.ndarray) -> None:
         row, column = divmod(start, self.length)
-        done = 0
-        while done < len(out):
-            if self._heads is not None and self._heads[row].tobytes() != self._head:
+        done, head, wanted = 0, self._head, len(out)
+        while done < wanted:
+            at = self._first_row + row * self._stride
+            if self._map[at : at + len(head)] != head:
                 raise DataError(
                     f"{self.path}: sample {row} is not encoded as the samples before it; the shard is damaged"
                 )
-            taken = min(self.length - column, len(out) - done)
-            out[done : done + taken] = self._rows[row, column : column + taken]
-            done, row, column = done + taken, row + 1, 0
+            end = min(done + self.length - column, wanted)
+            out[done:end] = self._rows[row, column : column + end - done]
+            done, row, column = end, row + 1, 0
 
     def _read_ragged(self, start: int, out: np.ndarray) -> None:
         row = int(np.searchsorted(self._ends, start, side="right"))

@@ -10,7 +10,6 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,8 @@ class Shard(Protocol):
 
     tokens: int
 
-    def read(self, start: int, out: np.ndarray) -> None: ...
+    def read(self, start: int, out: np.ndarray) -> None:
+        """Copy the tokens from `start` on into all of `out`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Windows(Dataset):
         seq_len: int,
         vocab_size: int | None,
         *,
+        dtype: np.dtype,  # of the tokens in all shards, or one that holds them
         identity: Any,  # what distinguishes this data from other data
         block_tokens: int,  # about the tokens of a shard
         meta: Meta,
@@ -122,8 +123,9 @@ class Windows(Dataset):
         self._names = names
         self._first = np.concatenate([[0], np.cumsum(np.asarray(shard_tokens, np.int64))]).tolist()  # token of shard
         self._open_shard = open_shard
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._open: dict[int, Shard] = {}  # in the order of opening
         self._lock = threading.Lock()
+        self._dtype, self._unsigned = dtype, np.dtype(f"u{dtype.itemsize}")
         self._identity, self._index, self._block_tokens = identity, index, block_tokens
         self._fetch_ahead = fetch_ahead
         self._announced = range(0)
@@ -180,23 +182,24 @@ class Windows(Dataset):
 
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         n, length = len(ids), self.seq_len
-        rows = np.empty((n, length + 1), np.int64)  # [n, S+1]
+        rows = np.empty((n, length + 1), self._dtype)  # [n, S+1]
         short: list[tuple[int, int]] = []
         numbers = ids.tolist()
         if n and not 0 <= min(numbers) <= max(numbers) < self.samples:
             raise IndexError(f"samples {min(numbers)} to {max(numbers)} of {self.samples}")
+        first, opened = self._first, self._open
         for k, i in enumerate(numbers):
             start = i * length
-            number = bisect_right(self._first, start) - 1
-            if start + length < self._first[number + 1]:
-                self._shard(number).read(start - self._first[number], rows[k])
+            number = bisect_right(first, start) - 1
+            if start + length < first[number + 1]:
+                (opened.get(number) or self._shard(number)).read(start - first[number], rows[k])
             else:
                 count = self._read_across(start, number, rows[k])
                 if count <= length:
                     short.append((k, count))
-        if self.vocab_size is not None and n and int(rows.view(np.uint64).max()) >= self.vocab_size:
+        if self.vocab_size is not None and n and int(rows.view(self._unsigned).max()) >= self.vocab_size:
             self._refuse_token(ids, rows)
-        tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
+        tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         for k, count in short:
             labels[k, count - 1 :] = IGNORE
         return tokens, labels
@@ -230,9 +233,7 @@ class Windows(Dataset):
 
     def _shard(self, number: int) -> Shard:
         with self._lock:
-            if number in self._open:
-                self._open.move_to_end(number)
-            else:
+            if number not in self._open:
                 shard = self._open_shard(number)
                 expected = self._first[number + 1] - self._first[number]
                 if shard.tokens != expected:
@@ -241,8 +242,8 @@ class Windows(Dataset):
                         "counted before; prepare or copy the data again"
                     )
                 self._open[number] = shard
-                while len(self._open) > OPEN_SHARDS:
-                    self._open.popitem(last=False)
+                while len(self._open) > OPEN_SHARDS:  # the one opened longest ago; opening it again is cheap
+                    del self._open[next(iter(self._open))]
             return self._open[number]
 
     def _refuse_token(self, ids: np.ndarray, rows: np.ndarray) -> None:

@@ -117,7 +117,7 @@ def _start(
         with (logs / f"rank-{rank}.log").open("ab") as log:
             processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "ingot.cli.main", *arguments], env=env, stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else log, stderr=log, pass_fds=descriptors, preexec_fn=_end_with_parent,
+                stdout=None if rank == 0 else log, stderr=log, pass_fds=descriptors, preexec_fn=end_with_parent,
                 start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which passes it on once
             )  # fmt: skip
     if listener is not None:
@@ -192,7 +192,7 @@ def _listen() -> socket.socket:
     return listener
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a new process, before it runs: if the launcher is killed, it goes too (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

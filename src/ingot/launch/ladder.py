@@ -7,6 +7,7 @@ checkpoint.
 """
 
 import json
+import os
 import socket
 from dataclasses import dataclass
 from datetime import datetime
@@ -63,11 +64,16 @@ def mark_start(run: Path) -> None:
     _append(run, {"kind": START})
 
 
+def node_name() -> str:
+    """What the cluster calls this machine: the name to leave it out by."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def record(
     run: Path, *, attempt: str, rank: int, batch: int, kind: str, message: str, progress: bool, host: str | None = None
 ) -> None:
     """Keep a failure, of this machine or of the one named; an empty name blames none."""
-    host = socket.gethostname() if host is None else host
+    host = node_name() if host is None else host
     _append(run, {"attempt": attempt, "host": host, "rank": rank, "batch": batch, "kind": kind, "message": message,
                   "progress": progress})  # fmt: skip
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ingot.errors import ConfigError
 from ingot.parallel.place import DEFAULT_PORT
 
+NODES_VARIABLE = "INGOT_JOB_NODES"  # all machines of an attempt by name, with commas
+
 
 @dataclass(frozen=True)
 class Node:

@@ -28,7 +28,7 @@ def place_training(
     """The spec of a training run, and sentences on what was decided."""
     config = load_config(RunConfig, arguments, dialect=dialect)
     run = Path(config.run_folder).absolute()
-    values, notes = _with_defaults(options)
+    values, notes = with_defaults(options)
     values |= {"verb": "train", "run_folder": str(run), "workdir": os.getcwd(),
                "arguments": [*(["--dialect", dialect] if dialect else []), "--", *arguments]}  # fmt: skip
     values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", config.name)[:63])
@@ -46,7 +46,8 @@ def place_training(
     return spec, notes
 
 
-def _with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options over the defaults of a file over the profile's, and a sentence on the file."""
     defaults, source = launch_defaults()
     notes = [f"defaults from {source}: {', '.join(sorted(defaults))}"] if source else []
     values = defaults | {key: value for key, value in options.items() if value not in (None, [], {})}

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_FAULT, ConfigError, IngotError
+from ingot.launch.node import NODES_VARIABLE
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import SPEC, LaunchSpec
 from ingot.launch.worker import ATTEMPT_VARIABLE
 
 SCRIPT = "job.sh"
-PASSED = ("MASTER_ADDR", "MASTER_PORT", ATTEMPT_VARIABLE)
+PASSED = ("MASTER_ADDR", "MASTER_PORT", ATTEMPT_VARIABLE, NODES_VARIABLE)
 
 BODY = r"""
 set -euo pipefail
@@ -44,6 +45,7 @@ trap 'forward USR2' USR2
 trap 'forward TERM' TERM
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+rm -f "$LAUNCH/bad.$SLURM_JOB_ID" # after a requeue all get another chance, or there might be too few for ever
 while :; do
   attempt=$((attempt + 1))
   id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
@@ -58,7 +60,8 @@ while :; do
   fi
   chosen=("${good[@]:0:NODES}")
   list=$(IFS=, && echo "${chosen[*]}")
-  export MASTER_ADDR=${chosen[0]} MASTER_PORT=$((61000 + (SLURM_JOB_ID * 7 + attempt) % 4500)) INGOT_JOB_ATTEMPT=$id
+  export MASTER_ADDR=${chosen[0]} MASTER_PORT=$((61000 + (SLURM_JOB_ID * 7 + attempt) % 4500))
+  export INGOT_JOB_ATTEMPT=$id INGOT_JOB_NODES=$list
   echo "attempt $id on $list"
   srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --nodelist="$list" --kill-on-bad-exit=1 --wait=60 \
     --overlap --label --open-mode=append --output="$LAUNCH/output/$id.%n.out" "${SRUN[@]}" \
@@ -114,7 +117,7 @@ def render(spec: LaunchSpec) -> str:
         *([f'--constraint="{spec.constraint}"'] if spec.constraint else []),
         *([f"--exclude={','.join(spec.exclude)}"] if spec.exclude else []),
     ]  # fmt: skip
-    srun = [*([f"--cpus-per-task={spec.cpus_per_task}"] if spec.cpus_per_task else []), *gpus, *_container(spec)]
+    srun = [*([f"--cpus-per-task={spec.cpus_per_task}"] if spec.cpus_per_task else []), *gpus, *container_options(spec)]
     values = {
         "RUN": spec.run_folder,
         "LAUNCH": str(spec.folder),
@@ -129,7 +132,7 @@ def render(spec: LaunchSpec) -> str:
     return "\n".join(lines) + BODY
 
 
-def _container(spec: LaunchSpec) -> list[str]:
+def container_options(spec: LaunchSpec) -> list[str]:
     """Pyxis options. Variables of the image win over the host's unless they are named."""
     if spec.image is None:
         return []
@@ -152,13 +155,13 @@ def write_script(spec: LaunchSpec) -> Path:
 
 def submit(script: Path) -> str:
     """Hand the script to sbatch; gives the job id."""
-    return _ask(["sbatch", "--parsable", str(script)], f"the script is {script}").strip().partition(";")[0]
+    return ask(["sbatch", "--parsable", str(script)], f"the script is {script}").strip().partition(";")[0]
 
 
 def job_states(job: str) -> dict[str, str] | None:
     """Ids and states of a job and its array elements; empty if Slurm no longer knows it, None if it cannot be asked."""
     try:
-        found = _ask(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"], "")
+        found = ask(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
     except SlurmError as error:
         return {} if "Invalid job id" in str(error) else None
     return dict(line.split()[:2] for line in found.splitlines() if line.strip())
@@ -166,10 +169,11 @@ def job_states(job: str) -> dict[str, str] | None:
 
 def cancel(job: str, now: bool = False) -> None:
     """End a job: with TERM first, which lets it save, or at once."""
-    _ask(["scancel", *(["--signal=KILL", "--full"] if now else []), job], "")
+    ask(["scancel", *(["--signal=KILL", "--full"] if now else []), job])
 
 
-def _ask(command: Sequence[str], more: str) -> str:
+def ask(command: Sequence[str], more: str = "") -> str:
+    """What a command of Slurm's says; an error is one sentence."""
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not on this machine; run this where Slurm's commands are")
     try:

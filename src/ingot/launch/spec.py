@@ -103,6 +103,8 @@ class LaunchSpec(Section):
     """Slurm reservation."""
     chain: int = Field(1, ge=1, le=1000)
     """Jobs queued at once, one after another: the next continues what the last one could not finish."""
+    preflight: bool = True
+    """Check the nodes before each attempt."""
     signal_seconds: int = Field(180, ge=10, le=65_535)
     """How long before the time limit the run is asked to save and stop."""
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)] = "default"

@@ -21,7 +21,7 @@ from pathlib import Path
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, ConfigError, IngotError
 from ingot.launch.attempt import LEFT_ALONE, Outcome, run_attempt
 from ingot.launch.ladder import judge, newest_checkpoint, read_failures, record
-from ingot.launch.node import Node
+from ingot.launch.node import NODES_VARIABLE, Node
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.train.run_files import FINISHED, LOGS
@@ -35,9 +35,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--pod", action="store_true", help="count attempts here: Kubernetes has no job script to do so")
+    parser.add_argument("--check", action="store_true", help="look whether the nodes are fit, and run nothing")
     options = parser.parse_args()
     try:
+        if not options.spec.exists() and "," in os.environ.get(NODES_VARIABLE, ""):
+            return _left_out(f"{options.spec} is not there: this node does not share the run folder")
         spec = read_spec(options.spec)
+        if options.check:
+            return Worker(spec, os.environ).check()
         if options.pod:
             from ingot.launch.pod import run_pod
 
@@ -66,10 +71,10 @@ class Worker:
         verdict = judge(read_failures(self.run_folder))
         if not verdict.again:
             return self._end(verdict.exit_code, verdict.reason)
-        os.environ.update(self.variables())
-        os.chdir(self.spec.workdir)
-        self._limits()
+        self._prepare()
         spec = self.spec
+        if spec.preflight and (code := self._preflight()) is not None:
+            return code
         node = Node(spec.processes, spec.processes * spec.nodes)
         if spec.nodes > 1:
             node = Node(
@@ -87,6 +92,48 @@ class Worker:
         if outcome.failure.message != LEFT_ALONE and not self._others_failed():
             self._record(outcome, newest_checkpoint(self.run_folder) > before)
         return self._end(outcome.failure.exit_code or EXIT_FAULT, outcome.failure.message)
+
+    def check(self) -> int:
+        """Look whether the nodes are fit; the first to know prints it."""
+        from ingot.launch.preflight import Preflight, Verdict
+
+        def note(verdict: Verdict) -> None:
+            print(
+                "\n".join([*(f"FAIL  {problem.message}" for problem in verdict.problems), *verdict.notes]), flush=True
+            )
+
+        self._prepare()
+        verdict = Preflight(self.spec, self.attempt, self.rank).run(note)
+        return verdict.code if verdict.problems else 0
+
+    def _preflight(self) -> int | None:
+        """Look whether the nodes are fit; the exit code if they are not, or if somebody asked to stop meanwhile."""
+        from ingot.launch.preflight import AskedToStop, Preflight, Verdict  # what it imports is of no use elsewhere
+
+        def note(verdict: Verdict) -> None:
+            for problem in verdict.problems[:1]:  # one line per attempt: the ladder counts them
+                more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
+                record(self.run_folder, attempt=self.attempt, rank=self.rank, batch=-1, kind=problem.kind,
+                       message=problem.message + more, progress=False, host=problem.host)  # fmt: skip
+            if verdict.bad:
+                with (self.spec.folder / f"bad.{self.attempt.partition('.')[0]}").open("a") as file:
+                    file.write("".join(f"{host}\n" for host in verdict.bad))
+
+        try:
+            verdict = Preflight(self.spec, self.attempt, self.rank).run(note)
+        except AskedToStop:
+            return self._end(EXIT_CONTINUE)
+        except OSError as error:
+            return _left_out(f"cannot use {self.spec.folder} on this node: {error}")
+        if self.rank == 0 or verdict.problems:
+            lines = [*(problem.message for problem in verdict.problems), *verdict.notes]
+            print("\n".join(f"preflight: {line}" for line in lines), file=sys.stderr)
+        return self._end(verdict.code, verdict.problems[0].message) if verdict.problems else None
+
+    def _prepare(self) -> None:
+        os.environ.update(self.variables())
+        os.chdir(self.spec.workdir)
+        self._limits()
 
     def _record(self, outcome: Outcome, progress: bool) -> None:
         assert outcome.failure is not None
@@ -128,6 +175,15 @@ class Worker:
         for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
             with suppress(ValueError, OSError):
                 resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
+
+
+def _left_out(reason: str) -> int:
+    """This node cannot tell the others; it stays until they have named it, since its end would end them first."""
+    from ingot.launch.preflight import REPORT_SECONDS
+
+    print(f"{socket.gethostname()}: error: {reason}", file=sys.stderr, flush=True)
+    time.sleep(2 * REPORT_SECONDS)
+    return EXIT_FAULT
 
 
 def _read_secret(name: str) -> str:

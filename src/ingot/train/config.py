@@ -253,8 +253,8 @@ class RunConfig(Section):
                 raise impossible(key, f"{getattr(self, key)} is wall-clock time; use ba, ep, sp or tok here")
         if secret := next(secret_in(self.model_dump(mode="json")), None):
             raise impossible(
-                secret, "the URL has a password or a signature in it, which would be written into checkpoints and seen in "
-                "process lists; give credentials in the environment (AWS_..., AZURE_..., GOOGLE_...)"
+                secret, "the URL has a password or a signature in it, which would be written into checkpoints and seen "
+                "in process lists; give credentials in the environment (AWS_..., AZURE_..., GOOGLE_...)"
             )  # fmt: skip
         if self.max_wall_time is not None and not self.max_wall_time.is_wall_clock:
             raise impossible("max_wall_time", f"{self.max_wall_time} is no wall-clock time; write 90min or 23.5h")

@@ -31,10 +31,10 @@ OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUA
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
          "optimizer.name")  # fmt: skip
 EXECUTION = ("name", "max_wall_time", "hang_timeout", "save_folder", "load_path", "device",
-             "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic",
-             "parallel", "log_interval", "loggers", "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer",
-             "save_interval", "save_num_checkpoints_to_keep", "save_keep_every", "save_weights_only", "state_dict_type", "remote_save",
-             "eval_interval", "device_eval_batch_size", "max_duration")  # fmt: skip
+             "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic", "parallel",
+             "log_interval", "loggers", "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer",
+             "save_interval", "save_num_checkpoints_to_keep", "save_keep_every", "save_weights_only",
+             "state_dict_type", "remote_save", "eval_interval", "device_eval_batch_size", "max_duration")  # fmt: skip
 
 
 def open_run_folder(config: RunConfig, fresh: bool) -> Lease:

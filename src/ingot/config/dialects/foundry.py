@@ -33,7 +33,8 @@ SAME = (
     "model.attn_config.qk_ln=model.qk_ln model.attn_config.clip_qkv=model.clip_qkv "
     "model.attn_config.softmax_scale=model.softmax_scale model.attn_config.alibi_bias_max=model.alibi_bias_max "
     "model.attn_config.rope_theta=model.rotary_base model.ffn_config.ffn_hidden_size=model.ffn_hidden_size max_seq_len "
-    "seed eval_subset_num_batches device_eval_batch_size save_num_checkpoints_to_keep optimizer.lr optimizer.betas "
+    "seed eval_subset_num_batches device_eval_batch_size save_num_checkpoints_to_keep save_weights_only "
+    "optimizer.lr optimizer.betas "
     "optimizer.eps scheduler.t_warmup fsdp_config.activation_checkpointing=activation_checkpointing "
     "loggers.tensorboard loggers.tensorboard.log_dir run_name=name"
 )
@@ -41,6 +42,7 @@ DEFAULTS = {"seed": 17, "optimizer.eps": 1e-8}
 CHOICES = {
     "precision": "precision amp_bf16=bf16 bf16 amp_fp16=fp16 fp16 fp32",
     "optimizer.name": "optimizer.name decoupled_adamw decoupled_lionw=lion",
+    "fsdp_config.state_dict_type": "state_dict_type sharded full local=sharded",
     "scheduler.name": "scheduler.name cosine_with_warmup constant_with_warmup linear_decay_with_warmup "
     "inv_sqrt_with_warmup",
 }
@@ -68,11 +70,11 @@ NOT_NEEDED = {
         "use_orig_params keep_low_precision_grads load_planner save_planner ignored_modules process_group auto_wrap "
         "te_checkpoint_wrapper te_shard_fp8_weight verbose min_params device_mesh reshard_after_forward",
     ),
-    "every checkpoint is sharded, and loads on any number of devices": _in(
-        "fsdp_config", "state_dict_type sharded_ckpt_prefix_dir load_monolith_rank0_only"
+    "every checkpoint loads on any number of devices": _in(
+        "fsdp_config", "sharded_ckpt_prefix_dir load_monolith_rank0_only"
     ),
-    "checkpoints have names of their own, hold everything, and are never overwritten": (
-        "save_filename save_latest_filename save_overwrite save_weights_only load_strict_model_weights"
+    "checkpoints have names of their own, and are never overwritten": (
+        "save_filename save_latest_filename save_overwrite load_strict_model_weights"
     ),
     "the same command continues the run": "autoresume",
     "always logged here": _in(

@@ -1,0 +1,270 @@
+"""Nodes that are not fit to run together are found before the run starts, and named (F27-F29)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, cluster
+from specs import spec
+from test_slurm import Launched
+
+from ingot.launch.allreduce import chosen_transport, fallback
+from ingot.launch.blame import (
+    Problem,
+    clock_offsets,
+    deviants,
+    failed_checks,
+    next_groups,
+    slow_devices,
+    sort_out,
+    spoilers,
+    wrong_clocks,
+)
+from ingot.launch.examine import gpu_problem, resolve
+from ingot.launch.ladder import read_failures
+
+__all__ = ["cluster"]
+slow = pytest.mark.slow
+HOOK = str(Path(__file__).parent / "hook")
+
+
+def doctor(cluster: Cluster, folder: Path, nodes: int = 2, **fault: object) -> subprocess.CompletedProcess[str]:
+    """`ingot doctor --cluster` in an allocation, with one node as `fault` says."""
+    wrong = {"node": "", "kind": "", "report_seconds": 30.0} | fault
+    env = cluster.env | {"PYTHONPATH": HOOK, "INGOT_TEST_NODE": json.dumps(wrong)}
+    command = ["salloc", "--quiet", f"--nodes={nodes}", sys.executable, "-m", "ingot.cli.main", "doctor", "--cluster"]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_good_nodes_pass_and_nothing_is_left_behind(cluster: Cluster, tmp_path: Path) -> None:
+    done = doctor(cluster, tmp_path, nodes=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 nodes passed the checks" in done.stdout and "GB/s of bus bandwidth" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_machine_is_checked_without_slurm(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    command = [sys.executable, "-m", "ingot.cli.main", "doctor", "--cluster", "--profile", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "1 node passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_node_that_takes_the_first_ones_name_for_itself_is_replaced_by_a_spare(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    """F28: Debian's 127.0.1.1."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.1.1 n1\n" + (cluster.folder / "hosts").read_text().replace("n1\n", "other\n"))
+    cluster.on("n2", "mount", "--bind", str(hosts), "/etc/hosts")
+    try:
+        run = Launched(cluster, data, tmp_path / "run", "max_duration=2ba", "--spares", "1").submit()
+        run.wait_for_end()
+    finally:
+        cluster.on("n2", "umount", "/etc/hosts")
+    assert run.states() == ["COMPLETED"], run.output()
+    (failure,) = read_failures(run.folder)
+    assert failure["host"] == "n2" and failure["kind"] == "machine"
+    assert failure["message"].startswith("n2: n1, the first node, is 127.0.1.1 here")
+    assert (run.folder / "launch" / f"bad.{run.job}").read_text() == "n2\n"
+    assert "on n1,n2" in run.output() and "on n1,n3" in run.output() and (run.folder / "FINISHED").exists()
+
+
+def test_a_node_with_other_code_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """F29: an image of another day."""
+    version = Path(sys.modules["ingot"].__file__).parent / "version.py"  # type: ignore[arg-type]
+    other = tmp_path / "version.py"
+    other.write_text(version.read_text() + "# of another day\n")
+    cluster.on("n3", "mount", "--bind", str(other), str(version))
+    try:
+        done = doctor(cluster, tmp_path, nodes=3)
+    finally:
+        cluster.on("n3", "umount", str(version))
+    assert done.returncode and "FAIL  n3: ingot's code is" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("FAIL") == 1
+
+
+def test_a_clock_half_a_minute_ahead_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """F29."""
+    done = doctor(cluster, tmp_path, node="n2", kind="clock")
+    assert done.returncode and "FAIL  n2: the clock is 3" in done.stdout and "ahead" in done.stdout, done.stdout
+
+
+def test_a_node_that_says_nothing_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    done = doctor(cluster, tmp_path, node="n2", kind="silent", report_seconds=5.0)
+    assert done.returncode and "FAIL  n2: no report in" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_taken_port_is_named_before_anything_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    """F27."""
+    done = doctor(cluster, tmp_path, node="n1", kind="port")
+    assert done.returncode and "FAIL  n1: port" in done.stdout and "is taken" in done.stdout, done.stdout
+
+
+@slow
+def test_the_next_attempt_takes_another_port(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    run = Launched(cluster, data, tmp_path / "run", "max_duration=2ba")
+    run.env |= {"PYTHONPATH": HOOK, "INGOT_TEST_NODE": json.dumps({"node": "n1", "kind": "port", "report_seconds": 30})}
+    run.submit()
+    run.wait_for_end()
+    assert run.states() == ["COMPLETED"], run.output()
+    (failure,) = read_failures(run.folder)
+    assert "is taken by another program" in failure["message"]
+    assert "n1" not in (run.folder / "launch" / f"bad.{run.job}").read_text()  # the node is as good as before
+
+
+@slow
+def test_a_node_that_does_not_share_the_run_folder_is_replaced_by_a_spare(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    run = Launched(cluster, data, tmp_path / "run", "max_duration=2ba", "--spares", "1")
+    run.env |= {"PYTHONPATH": HOOK, "INGOT_TEST_NODE": json.dumps({"node": "", "kind": "", "report_seconds": 5.0})}
+    run.folder.mkdir()
+    cluster.on("n2", "mount", "-t", "tmpfs", "none", str(run.folder))
+    try:
+        run.submit()
+        run.wait_for_end()
+    finally:
+        cluster.on("n2", "umount", str(run.folder))
+    assert run.states() == ["COMPLETED"], run.output()
+    (failure,) = read_failures(run.folder)
+    assert failure["host"] == "n2" and "does not share this folder" in failure["message"]
+    assert "this node does not share the run folder" in run.output()  # said by the node itself
+
+
+@slow
+def test_the_node_that_spoils_the_all_reduce_is_found(cluster: Cluster, tmp_path: Path) -> None:
+    done = doctor(cluster, tmp_path, nodes=3, node="n2", kind="deaf")
+    assert done.returncode and "FAIL  n2: the all-reduce fails wherever this node takes part" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert done.stdout.count("FAIL") == 1
+
+
+def test_what_fails_everywhere_is_not_blamed_on_the_nodes() -> None:
+    everywhere = {"a": {"gpus": "7 of 8 GPUs are there"}, "b": {"gpus": "6 of 8 GPUs are there"}}
+    assert failed_checks(everywhere) == [Problem("every node: 7 of 8 GPUs are there", kind="user")]
+    assert failed_checks({"a": {}, "b": everywhere["b"]}) == [Problem("b: 6 of 8 GPUs are there", "b")]
+    assert failed_checks({"a": everywhere["a"]}) == [Problem("a: 7 of 8 GPUs are there", "a")]
+    assert failed_checks({"a": {"data": "no index"}, "b": {"data": "no index"}}) == [Problem("no index", kind="data")]
+    assert failed_checks({"a": {"disk": "full"}, "b": {"disk": "full"}}) == [Problem("every node: full")]
+
+
+def test_the_majority_is_right_and_of_two_the_first() -> None:
+    assert [p.host for p in deviants({"a": {"torch": "1"}, "b": {"torch": "2"}, "c": {"torch": "2"}})] == ["a"]
+    assert [p.host for p in deviants({"a": {"torch": "1"}, "b": {"torch": "2"}})] == ["b"]
+    (problem,) = deviants({"a": {"FI_X": "1"}, "b": {}})
+    assert problem.message == "b: FI_X is not set here and 1 elsewhere"
+
+
+def seen(clocks: list[float], arrivals: list[float]) -> dict[str, dict[str, tuple[float, bool]]]:
+    """What nodes with these clocks see of each other's reports, written at these true times."""
+    out: dict[str, dict[str, tuple[float, bool]]] = {}
+    for i, (clock, arrival) in enumerate(zip(clocks, arrivals, strict=True)):
+        out[f"n{i}"] = {}
+        for j, written in enumerate(arrivals):
+            moment = max(arrival, written) + 0.01
+            out[f"n{i}"][f"n{j}"] = (moment + clock - (written + clocks[j]), written > arrival)
+    return out
+
+
+@pytest.mark.parametrize("arrivals", [[0, 0, 0], [0, 5, 9], [9, 5, 0], [5, 0, 9], [5, 9, 0]])
+def test_clocks_are_compared_whoever_comes_first(arrivals: list[float]) -> None:
+    assert clock_offsets(seen([0, 30, 0], arrivals))["n1"] == pytest.approx(30, abs=0.05)
+    problems, notes = wrong_clocks(seen([-30, 0, 2], arrivals))
+    assert [p.host for p in problems] == ["n0"] and "behind" in problems[0].message
+    assert len(notes) == 1 and notes[0].startswith("n2: the clock is 2.0 s ahead")
+
+
+def test_a_slow_device_stands_out_and_a_spread_does_not() -> None:
+    assert list(slow_devices({"a": [700.0, 705.0, 702.0], "b": [698.0, 500.0, 701.0]})) == ["b"]
+    assert not slow_devices({"a": [700.0, 640.0, 760.0], "b": [600.0, 500.0, 800.0]})
+    assert not slow_devices({"a": [700.0], "b": [100.0]})  # which of two is the odd one?
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 33])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_the_search_finds_a_node_that_cannot_talk(count: int, place: int) -> None:
+    hosts = [f"n{i}" for i in range(count)]
+    bad = hosts[place]
+    rounds = [{tuple(hosts): False}]
+    while groups := next_groups(hosts, rounds):
+        taking_part = [host for group in groups for host in group]
+        assert len(set(taking_part)) == len(taking_part)
+        rounds.append({group: bad not in group or len(group) == 1 for group in groups})
+    (problem,) = spoilers(hosts, rounds, "reset")
+    if count == 2:
+        assert "cannot be told" in problem.message and problem.host == "n1"
+    else:
+        assert problem.host == bad and sort_out(rounds) == (set(hosts) - {bad}, {bad})
+        assert len(rounds) <= 5
+
+
+def test_two_bad_nodes_are_found_and_a_fault_of_the_whole_is_nobodys() -> None:
+    hosts = [f"n{i}" for i in range(6)]
+    rounds = [{tuple(hosts): False}]
+    while groups := next_groups(hosts, rounds):
+        rounds.append({group: not {"n0", "n5"} & set(group) for group in groups})
+    assert [p.host for p in spoilers(hosts, rounds, "")] == ["n0", "n5"]
+    rounds = [{tuple(hosts): False}]
+    while groups := next_groups(hosts, rounds):
+        rounds.append(dict.fromkeys(groups, True))
+    (problem,) = spoilers(hosts, rounds, "")
+    assert problem.host == "" and "any two of them can" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ("0, 0, No, 3\n1, 0, No, 0\n", ""),
+        ("0, [N/A], [N/A], 3\n1, [N/A], [N/A], 0\n", ""),
+        ("0, 0, No, 3\n", "1 of 2 GPUs are there"),
+        ("0, 0, No, 3\n1, 2, No, 0\n", "GPU 1 has 2 uncorrected memory errors"),
+        ("0, 0, Yes, 3\n1, 0, No, 0\n", "GPU 0 waits for a reset"),
+        ("0, 0, No, 3\n1, 0, No, 40000\n", "40000 MB of GPU 1 are in use"),
+        ("0, 0, No, 3\n1, 0, No, 40000\n2, 0, No, 0\n", ""),  # a node that is shared
+    ],
+)
+def test_gpus_are_judged_by_what_nvidia_smi_says(answer: str, says: str) -> None:
+    found = gpu_problem(answer, 2)
+    assert found.startswith(says) and bool(found) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("log", "transport"),
+    [
+        ("n1:7:7 [0] NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)\nNCCL INFO Using network AWS Libfabric",
+         "efa"),
+        ("NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)\nNCCL INFO Using network Libfabric\n"
+         "NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/Libfabric/0/GDRDMA", "efa"),
+        ("NCCL INFO NET/OFI Selected Provider is tcp;ofi_rxm (found 1 nics)\nNCCL INFO Using network AWS Libfabric",
+         "tcp"),
+        ("NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.4<0>\nNCCL INFO Using network IB\n"
+         "NCCL INFO Channel 00/0 : 1[1] -> 8[0] [send] via NET/IB/0/GDRDMA", "ib"),
+        ("NCCL INFO NET/Plugin: Could not find: libnccl-net.so\nNCCL INFO NET/IB : No device found.\n"
+         "NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>\nNCCL INFO Using network Socket\n"
+         "NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0", "socket"),
+        ("NCCL INFO cudaDriverVersion 12080", ""),
+    ],
+)  # fmt: skip
+def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
+    assert chosen_transport(log) == transport
+
+
+def test_a_silent_fall_back_to_sockets_is_an_error_that_names_what_was_expected() -> None:
+    assert "must talk through efa and its log says socket" in fallback("efa", "socket")
+    assert "must talk through ib" in fallback("ib", "")
+    assert not fallback("efa", "efa") and not fallback("socket", "ib") and not fallback("gloo", "")
+
+
+def test_a_name_that_nobody_knows_is_told_from_one_that_means_this_machine() -> None:
+    assert "is not known here" in resolve("no-such-host.invalid")[1]
+    assert "means this node itself" in resolve("localhost")[1]
+    assert resolve("192.0.2.7") == ("192.0.2.7", "")
+
+
+def test_preflight_can_be_left_out() -> None:
+    assert spec().preflight and not spec(preflight=False).preflight
