@@ -2,7 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: setup demo test faults lint clean
+.PHONY: setup demo test faults slurm lint clean
 
 setup: .venv/.ready
 
@@ -21,6 +21,9 @@ test: setup
 
 faults: setup
 	.venv/bin/python -m pytest tests/faults -m "slow or not slow"
+
+slurm: setup
+	.venv/bin/python -m pytest tests/launch/test_slurm.py tests/launch/test_preflight.py -m "slow or not slow"
 
 lint: setup
 	.venv/bin/ruff check .

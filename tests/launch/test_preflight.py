@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from ingot.launch.blame import (
 )
 from ingot.launch.examine import gpu_problem, resolve
 from ingot.launch.ladder import read_failures
+from ingot.launch.preflight import AskedToStop, Preflight
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow
@@ -98,6 +102,16 @@ def test_a_node_that_says_nothing_is_named(cluster: Cluster, tmp_path: Path) -> 
     assert done.returncode and "FAIL  n2: no report in" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_node_with_a_folder_of_its_own_is_named_by_itself_and_by_the_others(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.on("n2", "mount", "-t", "tmpfs", "none", str(tmp_path))
+    try:
+        done = doctor(cluster, tmp_path, report_seconds=5.0)
+    finally:
+        cluster.on("n2", "umount", str(tmp_path))
+    assert done.returncode and "FAIL  n2: no report in" in done.stdout, done.stdout + done.stderr
+    assert "n2: error" in done.stderr and "this node does not share the run folder" in done.stderr
+
+
 def test_a_taken_port_is_named_before_anything_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
     """F27."""
     done = doctor(cluster, tmp_path, node="n1", kind="port")
@@ -132,7 +146,7 @@ def test_a_node_that_does_not_share_the_run_folder_is_replaced_by_a_spare(
     assert run.states() == ["COMPLETED"], run.output()
     (failure,) = read_failures(run.folder)
     assert failure["host"] == "n2" and "does not share this folder" in failure["message"]
-    assert "this node does not share the run folder" in run.output()  # said by the node itself
+    assert "on n1,n3" in run.output()
 
 
 @slow
@@ -264,6 +278,25 @@ def test_a_name_that_nobody_knows_is_told_from_one_that_means_this_machine() -> 
     assert "is not known here" in resolve("no-such-host.invalid")[1]
     assert "means this node itself" in resolve("localhost")[1]
     assert resolve("192.0.2.7") == ("192.0.2.7", "")
+
+
+def test_a_signal_ends_the_wait_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    alone = spec(verb="prepare", arguments=[], run_folder=str(tmp_path), workdir=str(tmp_path), image=None)
+    report = alone.folder / "preflight" / "1" / "n1.json"
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def ask() -> None:
+        while not report.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    with pytest.raises(AskedToStop):
+        Preflight(alone, "1", 1, {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000"}).run(lambda verdict: None)
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR2) == before and json.loads(report.read_text())["rank"] == 1
 
 
 def test_preflight_can_be_left_out() -> None:

@@ -58,11 +58,12 @@ from ingot.train.saving import Saving
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
 from ingot.train.stop import StopRequest
-from ingot.train.window import Window
+from ingot.train.window import StragglerWatch, Window
 from ingot.version import __version__
 
 if TYPE_CHECKING:
     from ingot.parallel.apply import Spread
+    from ingot.parallel.clock import CommunicationClock
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,13 @@ class Trainer:
         self.guard = Guard(config.guards, total_loss, scaled=config.precision == "fp16")
         self.finding: Finding | None = None
         self.left_out: set[int] = set()  # batches that a guard decided not to train on
+        self.communication: CommunicationClock | None = None
+        self.stragglers = StragglerWatch()
+        if self.spread is not None:
+            from ingot.parallel import clock
+
+            self.communication = clock.CommunicationClock(self.device)
+            cleanup.callback(self.communication.stop)
         self.samples = SampleLog(self.folder, place.rank) if config.loggers.samples else None
 
         self.lease: Lease | None = None
@@ -215,7 +223,7 @@ class Trainer:
         reason = ""
         batches = self._open_batches()
         last_save = time.monotonic()
-        window = Window()
+        window = self._open_window()
         try:
             while self.batch < self.total and not reason:
                 self.heartbeat.step(self.batch)
@@ -244,7 +252,7 @@ class Trainer:
                     row = (row or self._position()) | evaluation.metrics()
                 if row is not None:
                     self.reporter.row(row, self.batch)
-                    window = Window()
+                    window = self._open_window()
                 reason = self.stop.after_step() if not last else ""
                 self._check_replicas()
                 self.saving.after_step()
@@ -264,6 +272,12 @@ class Trainer:
         elif self.first:
             write_atomically(self.folder / FINISHED, f"{self.batch}\n")
         return Result(self.folder, self.batch, loss, evaluation, reason)
+
+    def _open_window(self) -> Window:
+        """Begin to measure anew."""
+        if self.communication is not None:
+            self.communication.start()
+        return Window()
 
     def _open_batches(self) -> Generator[Batch, None, None]:
         """The batches that are still to come."""
@@ -402,24 +416,33 @@ class Trainer:
             **memory_metrics(self.device),
         }
         if self.spread is not None:
-            row |= self._over_ranks(row)
+            assert self.communication is not None
+            waited = self.communication.seconds
+            row["time/communication"] = waited / elapsed
+            row |= self._over_ranks(row, (elapsed - waited - window.checkpoint) / window.batches)
+        row["time/compute"] = 1 - row["time/data"] - row["time/checkpoint"] - row.get("time/communication", 0.0)
         if window.checkpoint:
             row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
+            row["checkpoint/write_seconds"] = self.saving.saver.write_seconds
         if self.config.precision == "fp16":
             row["trainer/loss_scale"] = float(self.step.scaler.get_scale())
         return loss, row
 
-    def _over_ranks(self, row: Row) -> Row:
-        """What differs between processes: who needs most memory, and who waits longest for data."""
+    def _over_ranks(self, row: Row, own_seconds: float) -> Row:
+        """What differs between processes: who needs most memory, and who takes longest for his own part of a batch."""
         assert self.spread is not None
         memory = next(name for name in ("memory/peak_reserved_mem", "memory/peak_resident_mem") if name in row)
-        ranks = self.spread.per_rank([row[memory], row["time/data"]])
-        used, waited = [values[0] for values in ranks], [values[1] for values in ranks]
+        ranks = self.spread.per_rank([row[memory], row["time/data"], own_seconds])
+        used, waited, own = ([values[i] for values in ranks] for i in range(3))
+        if text := self.stragglers.look(own):
+            self.reporter.warn(text)
         return {
             f"{memory}/min": min(used),
             f"{memory}/max": max(used),
             "time/data/max": max(waited),
-            "time/data/slowest_rank": waited.index(max(waited)),
+            "time/own_seconds/min": min(own),
+            "time/own_seconds/max": max(own),
+            "time/own_seconds/slowest_rank": own.index(max(own)),
         }
 
     def _position(self) -> Row:
