@@ -20,7 +20,8 @@ test: setup
 	.venv/bin/python -m pytest -n 2
 
 faults: setup
-	.venv/bin/python -m pytest tests/faults -m "slow or not slow"
+	.venv/bin/python -m pytest tests/faults tests/checkpoint/test_kill.py tests/checkpoint/test_saver.py \
+		tests/checkpoint/test_hostile.py tests/parallel/test_reshard.py tests/train/test_resume.py -m "slow or not slow"
 
 slurm: setup
 	.venv/bin/python -m pytest tests/launch/test_slurm.py tests/launch/test_preflight.py -m "slow or not slow"
