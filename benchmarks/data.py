@@ -58,7 +58,7 @@ WEED = shutil.which("weed", path=f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.env
 # They exclude each other: mosaicml-streaming needs an old numpy and huggingface_hub. Torch is the build that we have.
 ENVIRONMENTS = {
     "mosaic": ["numpy<2.2", "mosaicml-streaming==0.13.0", "megatron-core==0.16.1", "tokenizers", "gigatoken==0.10.0"],
-    "hf": ["litdata==0.2.76", "datatrove[processing]==0.10.1", "datasets", "tokenizers"],
+    "hf": ["litdata==0.2.76", "datatrove[processing]==0.10.1", "orjson", "datasets", "tokenizers"],
 }
 
 # ---- the peers' programs -------------------------------------------------------------------------------------------
@@ -255,8 +255,7 @@ def start(sample):
     next(batches)
     return time.perf_counter() - begin, batches
 if __name__ == "__main__":
-    start(0)  # builds its index, which later runs find
-    first, batches = start(0)
+    first, batches = start(0)  # builds its index, which later starts find
     del batches
     resumed, batches = start(middle)
     done, begin = 0, time.perf_counter()
@@ -581,12 +580,12 @@ def loading_peers(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     middle = str(write_data(folder, options.tokens) // 2 // 16 * 16)
     seconds = str(options.seconds)
     pair, mds = str(folder / "pair"), str(folder / "mds")
-    common, cache = [middle, seconds], str(folder / "cache")
+    common = [middle, seconds]
     cases = [
         ("mosaicml-streaming StreamingDataset, 2 workers", "mosaic", READ_STREAMING, [mds, *common]),
         ("litdata StreamingDataset, 2 workers", "hf", READ_LITDATA, [pair, *common, str(folder / "lit")]),
-        ("Megatron GPTDataset, no workers, index built", "mosaic", READ_MEGATRON, [pair, *common, cache, "0"]),
-        ("Megatron GPTDataset, 2 workers, index built", "mosaic", READ_MEGATRON, [pair, *common, cache, "2"]),
+        ("Megatron GPTDataset, no workers", "mosaic", READ_MEGATRON, [pair, *common, str(folder / "index0"), "0"]),
+        ("Megatron GPTDataset, 2 workers", "mosaic", READ_MEGATRON, [pair, *common, str(folder / "index2"), "2"]),
     ]
     rows = []
     for title, environment, code, arguments in cases:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ingot.data import progress
 from ingot.data.inspect import decoded_samples, describe, find_splits, try_loader
 from ingot.data.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
@@ -70,6 +71,16 @@ def test_a_damaged_shard_is_found(made: Path, tmp_path: Path) -> None:
     shard.write_bytes(data)
     with pytest.raises(DataError, match="damaged"):
         list(describe(str(tmp_path / "copy"), "train", None, verify=True))
+
+
+def test_what_takes_long_says_how_far_it_is(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(describe(str(made / "mds"), "train", None, verify=True))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_QUIET_SECONDS", 0.0)  # as if it had taken longer
+    list(describe(str(made / "mds"), "train", None, verify=True))
+    assert "train: " in capsys.readouterr().err
 
 
 def test_a_foreign_tokenizer_is_found(made: Path, tmp_path: Path) -> None:

@@ -211,13 +211,20 @@ def _wait(seen: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
+RUNNING: list[Cluster] = []
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     if why := missing():
         pytest.skip(why)
+    if RUNNING:  # each file that names the fixture has one of its own; the first one's cluster serves all
+        yield RUNNING[0]
+        return
     cluster = Cluster(tmp_path_factory.mktemp("slurm"), 3)
     try:
         cluster.start()
+        RUNNING.append(cluster)
         yield cluster
     finally:
         cluster.stop()

@@ -22,8 +22,10 @@ def doctor(
 
     Example: salloc -N 16 --exclusive ingot doctor --cluster runs/mpt-30b
     """
-    if (run or profile) and not cluster or run and profile:
-        raise ConfigError("`ingot doctor --cluster` takes a run folder or a profile; without it there is none to give")
+    if run is not None and profile is not None:
+        raise ConfigError("a launched run has its own profile; leave out --profile or the run folder")
+    if (run is not None or profile is not None) and not cluster:
+        raise ConfigError("a run folder or a profile is for `ingot doctor --cluster`")
     if cluster:
         from ingot.launch.doctor import check_nodes
 

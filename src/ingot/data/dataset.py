@@ -2,6 +2,9 @@
 
 MDS is a folder with an index.json, Megatron's format a pair PREFIX.bin and PREFIX.idx; which of them lies at a place is
 seen, not asked. Data of another place passes through a `Cache`; so do compressed shards, which are unpacked on use.
+
+What is fetched or unpacked is verified by its hashes on arrival. Of shards that lie here only the size is compared when
+they are opened: hashing would read all of them before the first step. `ingot inspect` does that when asked.
 """
 
 import json
@@ -14,6 +17,7 @@ from ingot.data.config import PlaceConfig, SourceConfig
 from ingot.data.indexed import FlatShard, IndexFile
 from ingot.data.mds import MdsShard, ShardFile, read_index, token_dtype, tokens_by_index
 from ingot.data.mixture import Mixture
+from ingot.data.progress import follow
 from ingot.data.remote import Forbidden, Remote
 from ingot.data.windows import IGNORE as IGNORE
 from ingot.data.windows import Dataset, Meta, Windows
@@ -247,13 +251,13 @@ def _count(
     cache: Cache | None, wanted: Callable[[int], Wanted], open_shard: Callable[[int], MdsShard], shards: int
 ) -> list[int]:
     """Tokens in each shard, by opening all of them: data of other tools that is not cut to one length."""
-    if cache is None:
-        return [open_shard(i).tokens for i in range(shards)]
     try:
-        _fetch_ahead(cache, wanted)([], list(range(shards)))
-        return [open_shard(i).tokens for i in range(shards)]
+        if cache is not None:
+            _fetch_ahead(cache, wanted)([], list(range(shards)))
+        return [open_shard(i).tokens for i in follow("counting the tokens of all shards", range(shards))]
     except BaseException:
-        cache.close()
+        if cache is not None:
+            cache.close()
         raise
 
 

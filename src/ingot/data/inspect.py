@@ -16,6 +16,7 @@ from ingot.data.dataset import fetch_index, locate, open_dataset
 from ingot.data.indexed import IndexFile
 from ingot.data.loader import Loader
 from ingot.data.mds import read_index
+from ingot.data.progress import follow
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.windows import IGNORE, Dataset
 from ingot.errors import DataError
@@ -75,7 +76,7 @@ def _describe_mds(folder: Path, verify: bool) -> Iterator[str]:
     yield f"{folder}: MDS, {count} ({', '.join(sorted(kinds))}), {samples:,} samples, {size:,} bytes"
     if verify:
         hashed = 0
-        for shard in shards:
+        for shard in follow(f"verifying {folder}", shards, lambda shard: shard.raw.bytes):
             file = shard.packed if shard.packed and (folder / shard.packed.basename).exists() else shard.raw
             verify_file(folder / file.basename, file)
             hashed += bool(file.hashes)

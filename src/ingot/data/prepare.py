@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ingot.data.input_files import ReadOptions, find_files
 from ingot.data.prepare_pool import Pool
-from ingot.data.prepare_progress import Reporter
+from ingot.data.progress import Reporter
 from ingot.errors import DataError
 
 if TYPE_CHECKING:  # what takes a tenth of a second to import is imported while the workers start

@@ -29,8 +29,8 @@ from ingot.data.files import file_hash, write_json
 from ingot.data.input_files import SourceFile
 from ingot.data.packing import Plan, Shard, make_packer, part_paths
 from ingot.data.prepare_pool import Pool
-from ingot.data.prepare_progress import Reporter
 from ingot.data.prepare_worker import BUCKETS, LONGEST, Worker
+from ingot.data.progress import Reporter, follow
 from ingot.data.sources import Piece, plan_pieces
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, disk_error
@@ -225,7 +225,7 @@ class Preparation:
             entry = json.loads(line)
             kind, number = entry["task"], entry["number"]
             (self.pieces if kind == "tokenize" else self.shards)[number] = entry["done"]
-        for number, done in list(self.pieces.items()):
+        for number, done in follow("verifying what an earlier run left", list(self.pieces.items())):
             data, lengths = part_paths(self.work, number)
             # A part that is gone has served its shards; one that is damaged (a power cut) must be made again.
             if data.exists() and (not lengths.exists() or file_hash(data, xxhash.xxh3_64) != done["hash"]):

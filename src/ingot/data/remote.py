@@ -177,8 +177,8 @@ class Remote:
 def _open_store(url: str) -> Any:
     from obstore.store import from_url
 
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"))
-    plain = any(place.startswith("http://") for place in (url, *endpoints))
+    names = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
+    plain = any(place.startswith("http://") for place in (url, *(os.environ.get(name, "") for name in names)))
     try:
         return from_url(
             url,

@@ -1,10 +1,11 @@
-"""How far a preparation is: a bar on a terminal, a line now and then elsewhere, nothing below two seconds."""
+"""How far it is: a bar or a number on a terminal, a line now and then elsewhere, nothing below two seconds."""
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -12,9 +13,24 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 2.0
 _LINE_SECONDS = 10.0
 
+T = TypeVar("T")
+
+
+def follow(what: str, items: Sequence[T], size: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
+    """The items one by one; what takes over two seconds says on standard error how far it is, in the first process."""
+    total, done = sum(map(size, items)), 0
+    pause, end = (0.2, "\r") if sys.stderr.isatty() else (_LINE_SECONDS, "\n")
+    shown = time.monotonic() + _QUIET_SECONDS - pause
+    for item in items:
+        yield item
+        done += size(item)
+        if time.monotonic() - shown >= pause and os.environ.get("RANK", "0") == "0":
+            shown = time.monotonic()
+            print(f"{what}: {done / total:.0%}", end=end, file=sys.stderr, flush=True)
+
 
 class Reporter:
-    """Counts what workers report, and shows it. Safe to call from several threads."""
+    """How far a preparation is: counts what workers report, and shows it. Safe to call from several threads."""
 
     def __init__(self, show: Callable[[str], None] | None = None):
         self._show = show
