@@ -284,16 +284,13 @@ def main() -> None:
     options = parser.parse_args()
     result = json.loads(options.json.read_text()) if options.json.exists() else {"sections": {}}
     for name in options.sections:
-        load = os.getloadavg()[0]
+        began, busy, own = time.perf_counter(), busy_seconds(), sum(os.times()[:4])
         with tempfile.TemporaryDirectory(prefix="ingot-data-") as folder:
             rows = SECTIONS[name](options, Path(folder))
-        result["sections"][name] = {
-            "command": " ".join(
-                ["python", "benchmarks/data.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]
-            ),
-            "load_average_before_and_after": [load, os.getloadavg()[0]],
-            "rows": rows,
-        }
+        others = busy_seconds() - busy - (sum(os.times()[:4]) - own)
+        share = others / (time.perf_counter() - began) / (os.cpu_count() or 1)
+        command = " ".join(["python", "benchmarks/data.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])])
+        result["sections"][name] = {"command": command, "machine_taken_by_others": round(share, 3), "rows": rows}
         result["machine"] = f"{os.cpu_count()} cores, {cpu_name()}, Python {platform.python_version()}"
         packages = ("gigatoken", "tokenizers", "msgspec", "pyarrow", "numpy", "obstore", "torch")
         result["versions"] = {**{p: version(p) for p in packages}, **peer_versions(options.peers_env)}
@@ -413,31 +410,38 @@ def make_inputs(folder: Path, texts: list[str], size: int) -> None:
 
 
 def measure(commands: dict[str, list[str]], out: Path, flag: list[str], size: int, runs: int) -> list[dict[str, Any]]:
-    """Run commands several times in turns, so that a disturbance meets all: median time, largest memory."""
-    seen: dict[str, list[tuple[float, float, int]]] = {title: [] for title in commands}
-    for _ in range(runs):
+    """Run commands several times in turns: median time, largest memory.
+
+    A run during which other programs of the machine were busy is repeated, a few times; where none was undisturbed the
+    row says so.
+    """
+    seen: dict[str, list[tuple[float, float, int, bool]]] = {title: [] for title in commands}
+    for _ in range(4 * runs):
         for title, command in commands.items():
-            shutil.rmtree(out, ignore_errors=True)
-            seen[title].append(run_once(title, [*command, *flag, str(out)]))
+            if sum(quiet for *_, quiet in seen[title]) < runs:
+                shutil.rmtree(out, ignore_errors=True)
+                seen[title].append(run_once(title, [*command, *flag, str(out)]))
     rows = []
     for title, results in seen.items():
-        seconds, cpu, memory = zip(*results, strict=True)
+        undisturbed = [result for result in results if result[3]]
+        seconds, cpu, memory, _ = zip(*(undisturbed or results), strict=True)
         middle = statistics.median(seconds)
-        row = {
-            "what": title,
-            "mb": size / 1e6,
-            "seconds": middle,
-            "all_seconds": seconds,
-            "mb_per_s": size / 1e6 / middle,
-        }
-        rows.append({**row, "cpu_seconds": statistics.median(cpu), "pss_mb": max(memory) / 1e6})
+        row = {"what": title, "mb": size / 1e6, "seconds": middle, "mb_per_s": size / 1e6 / middle}
+        row |= {"cpu_seconds": statistics.median(cpu), "pss_mb": max(memory) / 1e6, "all_seconds": seconds}
+        rows.append({**row, "undisturbed_runs": len(undisturbed), "disturbed_runs": len(results) - len(undisturbed)})
         print(f"{title:<90} {row['mb_per_s']:>7.1f} MB/s {max(memory) / 1e6:>6.0f} MB {seconds}", file=sys.stderr)
     return rows
 
 
-def run_once(title: str, command: list[str]) -> tuple[float, float, int]:
-    """Seconds, seconds of CPU, bytes of memory."""
-    before, started = os.times(), time.perf_counter()
+def busy_seconds() -> float:
+    """CPU that all programs of the machine have had."""
+    user, nice, system, _, _, irq, soft, *_ = (int(x) for x in Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def run_once(title: str, command: list[str]) -> tuple[float, float, int, bool]:
+    """Seconds, seconds of CPU, bytes of memory, and whether the machine was otherwise idle."""
+    before, started, busy = os.times(), time.perf_counter(), busy_seconds()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
         peak = [0]
@@ -451,7 +455,8 @@ def run_once(title: str, command: list[str]) -> tuple[float, float, int]:
             errors.seek(0)
             raise SystemExit(f"{title} failed:\n{errors.read()[-3000:]}")
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return seconds, cpu, peak[0]
+    own = cpu + after.user + after.system - before.user - before.system
+    return seconds, cpu, peak[0], busy_seconds() - busy - own < 0.05 * seconds
 
 
 def watch_memory(process: "subprocess.Popen[bytes]", peak: list[int]) -> None:

@@ -221,7 +221,8 @@ def test_a_users_error_ends_both_pods_for_good_and_a_new_launch_starts_over(tmp_
     run = tmp_path / "run"
     path = tmp_path / "spec.json"
     wrong = {"arguments": ["--", "no-such-recipe"], "run_folder": str(run), "workdir": str(tmp_path)}
-    path.write_text(spec(**wrong).model_dump_json())
+    # both pods have this machine's name, which preflight tells nodes apart by
+    path.write_text(spec(**wrong, preflight=False).model_dump_json())
     for launch in ("first.0", "second.0") if rank_variable == "RANK" else ("first.0",):
         started = [
             subprocess.Popen(
@@ -280,7 +281,7 @@ def test_a_pod_ends_with_what_kubernetes_should_do(
 ) -> None:
     run = tmp_path / "run"
     outcomes(monkeypatch, ends, run)
-    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path)})
+    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run_pod(one, {"INGOT_JOB_ATTEMPT": f"{LAUNCH}.0"}) == code
@@ -292,7 +293,7 @@ def test_a_pod_that_comes_late_joins_the_attempt_that_the_others_are_in(
 ) -> None:
     run = tmp_path / "run"
     outcomes(monkeypatch, ["finished"], run)
-    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path)})
+    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     one.folder.mkdir(parents=True)

@@ -188,7 +188,7 @@ def test_a_dead_node_is_replaced_by_a_spare(cluster: Cluster, data: Path, whole:
 def test_two_launches_of_one_folder_a_silent_controller_and_a_refusal_are_told_apart(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
-    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all").submit()
+    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all", seconds=3.0).submit()
     run.wait_for_batch(2)
     second = Launched(cluster, data, run.folder).submit(code=2)
     assert "has a job already" in second.said

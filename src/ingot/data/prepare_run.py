@@ -6,6 +6,7 @@ set itself is ever on the disk. Each finished task is a line in a journal; the s
 The split appears under its final name by one rename, when it is complete.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -238,27 +239,26 @@ class Preparation:
         stop = threading.Event()
         reader = threading.Thread(target=self._read_pieces, args=(tasks, stop), daemon=True)
         reader.start()
-        if isinstance(self.workers, Pool):
-            runs = [worker.start(self.plan, self.work) for worker in self.workers.workers]
-            threads = [threading.Thread(target=self._drive, args=(run, tasks), daemon=True) for run in runs]
-            try:
+        try:
+            if isinstance(self.workers, Pool):
+                runs = [worker.start(self.plan, self.work) for worker in self.workers.workers]
+                threads = [threading.Thread(target=self._drive, args=(run, tasks), daemon=True) for run in runs]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
                     while thread.is_alive():  # in slices, so that Ctrl-C is heard
                         thread.join(0.2)
                         self.reporter.refresh()
-            finally:
-                with self.lock:
-                    self.stopped = True
-                    self.lock.notify_all()
-        else:
-            self._drive(Worker(self.plan, self.work, self.workers).run, tasks)
-        stop.set()
-        while reader.is_alive():
-            try:
-                tasks.get_nowait()
-            except queue.Empty:
+            else:
+                self._drive(Worker(self.plan, self.work, self.workers).run, tasks)
+        finally:
+            stop.set()
+            with self.lock:
+                self.stopped = True
+                self.lock.notify_all()
+            while reader.is_alive():
+                with contextlib.suppress(queue.Empty):
+                    tasks.get_nowait()
                 reader.join(0.05)
         if self.error:
             raise self.error[1]

@@ -71,12 +71,12 @@ def read_status(run: Path) -> Status:
     rows = _tail(run / METRICS)
     history = [line for line in read_history(run) if line["kind"] != START]
     jobs = read_jobs(run)
+    state = _seen_in_folder(run)  # before Slurm is asked, which may take its time
     states = _job_states(jobs)
-    status = Status(
-        state=_state(run, jobs, states), checkpoint=newest_checkpoint(run), failures=history, jobs=states or {},
-        strikes=strikes(run), row=rows, batch=int(rows.get("time/batch", 0)),
+    return Status(
+        state=state or _by_jobs(run, jobs, states), checkpoint=newest_checkpoint(run), failures=history,
+        jobs=states or {}, strikes=strikes(run), row=rows, batch=int(rows.get("time/batch", 0)),
     )  # fmt: skip
-    return status
 
 
 def _job_states(jobs: list[Job]) -> dict[str, str] | None:
@@ -84,7 +84,7 @@ def _job_states(jobs: list[Job]) -> dict[str, str] | None:
     return job_states(slurm[-1].id) if slurm else {}
 
 
-def _state(run: Path, jobs: list[Job], states: dict[str, str] | None) -> str:
+def _seen_in_folder(run: Path) -> str:
     if (run / FINISHED).exists():
         return "finished"
     owner = run / OWNER
@@ -92,6 +92,10 @@ def _state(run: Path, jobs: list[Job], states: dict[str, str] | None) -> str:
         return "stopping" if (run / STOP).exists() else "running"
     if (run / LAUNCH / HALT).exists():
         return f"halted: {(run / LAUNCH / HALT).read_text(encoding='utf-8').strip() or 'see the failures'}"
+    return ""
+
+
+def _by_jobs(run: Path, jobs: list[Job], states: dict[str, str] | None) -> str:
     if states is None:
         return "unknown: Slurm does not answer"
     if living := [state for state in states.values() if state in LIVING]:
