@@ -2,12 +2,16 @@
 
     python benchmarks/microbatch.py mpt-125m mpt-1b mpt-7b > benchmarks/results/microbatch.txt
 
-Each size by hand is a whole step: forward, backward, clipping and optimizer, twice. `fsdp` is the same model wrapped by
-FSDP2 on one process (parallel.shard=1), where the choice is an estimate that is halved if it does not fit.
+Each size by hand, from half of the chosen one on, is a whole step: forward, backward, clipping and optimizer, twice,
+until one does not fit. `fsdp` is the same model wrapped by
+FSDP2 on one process (parallel.shard=1), where the choice is computed from two measured passes. The global batch is 512,
+so that any power of two may be chosen; not compiled.
 """
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,13 +48,15 @@ def measure(recipe: str, wrapped: bool) -> str:
         model = build_model(config.model, 1, DEVICE)
         model.recompute = config.recompute
         model.use_kernel(kernel, config.max_seq_len, DEVICE)
+        model.use_precision(config.precision, DEVICE)
         names = {p: name for name, p in model.named_parameters()}
     optimizer = Optimizer(config.optimizer, names)
     start = time.perf_counter()
-    chosen, why = choose_microbatch(config, model, DEVICE, spread)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen, why = choose_microbatch(config, model, DEVICE, spread, Path(folder))
     seconds = time.perf_counter() - start
     largest, peak, loss = 0, 0.0, 0.0
-    size = 1
+    size = max(1, chosen // 2)
     while size <= 512:
         torch.cuda.reset_peak_memory_stats(DEVICE)
         step = TrainStep(
@@ -77,6 +83,7 @@ def measure(recipe: str, wrapped: bool) -> str:
 
 
 def main() -> None:
+    print(f"# python benchmarks/microbatch.py {' '.join(sys.argv[1:])}")
     print(f"# torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)
     join_world(Place(), DEVICE, 60)
     for recipe in sys.argv[1:]:

@@ -6,6 +6,7 @@ import email.utils
 import hashlib
 import hmac
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -353,6 +354,31 @@ def test_a_file_that_replaced_ours_is_not_evicted(tmp_path: Path, server: Server
     for i in range(1, 6):
         dataset.gather(np.array([4 * i]))
     assert mine.read_bytes() == b"something of the user"
+
+
+def test_after_a_crash_of_the_machine_fetched_shards_are_verified_anew(tmp_path: Path, server: Server) -> None:
+    rows = random_tokens(4 * 4 * 64).reshape(4, 4, 64)
+    write_mds(server.folder / "data", [list(samples) for samples in rows])
+    cache = tmp_path / "cache"
+    whole = np.arange(64)  # windows of 16 tokens
+    expected = stream(server, cache).gather(whole)
+    *shards, _ = sorted(cache.glob("*.mds"))  # the last is whole
+    for path in sorted(cache.glob("*.mds"), reverse=True):
+        own = cache / f".ingot/{path.name}.own"
+        own.write_text(json.dumps({**json.loads(own.read_text()), "boots": ["before the crash"]}))
+    (cache / f".ingot/{shards[2].name}.own").write_text("")
+    for path, left in zip(shards, (shards[0].stat().st_size, 0, 0), strict=True):  # what was written but not stored
+        time_written = path.stat().st_mtime_ns
+        with path.open("r+b") as file:
+            file.write(bytes(left))
+            file.truncate(left)
+        os.utime(path, ns=(time_written, time_written))
+    server.requests.clear()
+    assert all(map(np.array_equal, stream(server, cache).gather(whole), expected))
+    fetched = [f"data/{path.name}" for path in shards]
+    assert [name for name in server.requests if name.endswith(".mds")] == fetched
+    stream(server, cache).gather(whole)
+    assert [name for name in server.requests if name.endswith(".mds")] == fetched
 
 
 def test_a_small_cache_reads_everything_and_stays_within_its_limit(tmp_path: Path, server: Server) -> None:

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
@@ -206,7 +207,7 @@ class Snapshot:
             memory[: len(header)] = header
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :].zero_()
             if cuda:
-                torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+                _lock_for_gpu(self, memory)
             view, begin = memoryview(memory), 0
             self.files[section] = (view[: len(header)], view[len(header) : len(header) + total])
             for name, tensor in content.items():
@@ -255,3 +256,15 @@ class Snapshot:
             torch.cuda.current_stream().wait_stream(self._stream)
         if self._todo:
             self._done.wait()
+
+
+def _lock_for_gpu(owner: Snapshot, memory: mmap.mmap) -> None:
+    """Lock memory for a GPU's copy engine while its owner lives.
+
+    It must be unlocked before it is given back: the next mapping may get the same address, and copies into memory that
+    the driver holds for another are refused.
+    """
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    driver: Any = torch.cuda.cudart()
+    torch.cuda.check_error(driver.cudaHostRegister(address, len(memory), 0))
+    weakref.finalize(owner, driver.cudaHostUnregister, address).atexit = False
