@@ -2,7 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: setup demo test faults slurm lint clean
+.PHONY: setup demo test examples faults slurm lint clean
 
 setup: .venv/.ready
 
@@ -19,12 +19,16 @@ demo: setup
 test: setup
 	.venv/bin/python -m pytest -n 2
 
+examples: setup
+	.venv/bin/python -m pytest -n 2 tests/examples -m "slow or not slow" -k "small_form_runs or full_form"
+
 faults: setup
 	.venv/bin/python -m pytest tests/faults tests/checkpoint/test_kill.py tests/checkpoint/test_saver.py \
 		tests/checkpoint/test_hostile.py tests/parallel/test_reshard.py tests/train/test_resume.py -m "slow or not slow"
 
 slurm: setup
-	.venv/bin/python -m pytest tests/launch/test_slurm.py tests/launch/test_preflight.py -m "slow or not slow"
+	.venv/bin/python -m pytest tests/launch tests/examples/test_examples.py::test_on_slurm_the_small_form_is_two_nodes_of_a_job \
+		-m "slow or not slow"
 
 lint: setup
 	.venv/bin/ruff check .

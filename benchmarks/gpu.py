@@ -1,6 +1,12 @@
 """Training speed on one GPU: ingot and its peers, one after the other in one process.
 
     python benchmarks/gpu.py DATA --models 125m 1b --out benchmarks/results/gpu.json
+    python benchmarks/gpu.py DATA --models 125m 1b --profile --out ...       where the time of a step goes
+    python benchmarks/gpu.py DATA --models 1b --budgets 1 0.5 0 --out ...    memory against speed
+    python benchmarks/gpu.py benchmarks/results/gpu.json                     the table of the README
+    python benchmarks/gpu.py benchmarks/results/gpu.json --docs docs/performance.md      and those of that page
+
+Each call adds to the file of results, so the whole may be measured in parts.
 
 Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
 few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
@@ -22,12 +28,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from gpu_peers import PEERS, PeerStep, build_peer
+from gpu_profile import profile_step, write_docs
 
 from ingot.config.load import load_config
 from ingot.data.dataset import open_dataset
@@ -69,25 +78,41 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=["ingot", *PEERS], choices=["ingot", *PEERS])
     parser.add_argument("--positions", nargs="+", default=["learned", "alibi"], choices=["learned", "alibi", "rotary"])
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
+    parser.add_argument("--optimizers", nargs="+", choices=["adamw", "muon"], help="ingot's, in place of the recipe's")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
+    parser.add_argument("--profile", action="store_true", help="no rows, but the time of a step by kind of kernel")
+    parser.add_argument("--budgets", nargs="+", type=float, help="no rows, but memory and speed of activation budgets")
+    parser.add_argument("--docs", type=Path, help="with results of before: write their tables into this page")
     parser.add_argument("--curve", type=int, default=0, help="train 125m in bf16 and fp8 for so many steps and compare")
     parser.add_argument("--out", type=Path, help="a JSON file; rows that it has of other variants are kept")
     arguments = parser.parse_args()
     if arguments.data.suffix == ".json":
-        print(table(json.loads(arguments.data.read_text())))
+        found = json.loads(arguments.data.read_text())
+        if arguments.docs is None:
+            print(table(found))
+        else:
+            write_docs(found, arguments.docs)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {}
     if arguments.out is not None and arguments.out.exists():
         found = json.loads(arguments.out.read_text())
+    command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     found |= {
-        "command": shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "command": "; ".join([*(c for c in found.get("command", "").split("; ") if c not in ("", command)), command]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:
+            if arguments.profile or arguments.budgets:
+                for section, row in examine(arguments, model, positions, device):
+                    print(section, json.dumps(row), flush=True)
+                    rows = [other for other in found.get(section, []) if key(other) != key(row)]
+                    found[section] = sorted([*rows, row], key=key)
+                    write(found, arguments.out)
+                continue
             for row in measure(arguments, model, positions, device):
                 print(json.dumps(row), flush=True)
                 if row["loss"] is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
@@ -108,10 +133,13 @@ def table(found: dict[str, Any]) -> str:
     """The rows as the README prints them."""
     lines = ["| model | positions | precision | system | tokens/s | MFU | MFU, causal | GiB | loss, against fp32 |",
              "|---|---|---|---|---:|---:|---:|---:|---:|"]  # fmt: skip
-    for row in sorted(found["rows"], key=lambda row: (*key(row)[:3], -row["tokens_per_second"])):
+    sizes = list(SIZES)
+    order = lambda row: (sizes.index(row["model"]), *key(row)[1:3], -row["tokens_per_second"])  # noqa: E731
+    for row in sorted(found["rows"], key=order):
         checked = "not checked" if row["loss"] is None else f"{row['loss'] / row['reference_loss'] - 1:+.2%}"
         lines.append(
-            f"| {row['model']} | {row['positions']} | {row['precision']} | {row['system']} "
+            f"| {row['model']} | {row['positions']} | {row['precision']} "
+            f"| {row['system']}{', ' + row['optimizer'] if 'optimizer' in row else ''} "
             f"| {row['tokens_per_second']:,} | {row['mfu_full']:.1%} | {row['mfu_causal']:.1%} "
             f"| {row['memory_gib']} | {checked} |"
         )
@@ -124,7 +152,8 @@ def write(found: dict[str, Any], out: Path | None) -> None:
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["model"], row["positions"], row["precision"], row["system"]
+    named = (row[field] for field in ("model", "positions", "precision", "system"))
+    return *named, row.get("optimizer", ""), row.get("budget", 1.0)
 
 
 def measure(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[dict]:
@@ -137,10 +166,13 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
         cut(batches, (size.checked + step * size.microbatches) * size.micro, size.micro * size.microbatches)
         for step in range(2)
     ]
-    reference = train_reference(config, few, device) if few else None
-    for precision in arguments.precisions:
+    for precision, optimizer in product(arguments.precisions, arguments.optimizers or [None]):
+        named: dict[str, Any] = {"optimizer": optimizer} if optimizer else {}
+        if optimizer:
+            config = run_config(arguments.data, model, positions, f"optimizer.name={optimizer}")
+        reference = train_reference(config, few, device) if few else None
         for system in arguments.systems:
-            if system != "ingot" and (positions != "learned" or precision != "bf16"):
+            if system != "ingot" and (positions != "learned" or precision != "bf16" or optimizer):
                 continue  # the peers have no other form
             start = time.perf_counter()
             step = build(system, config.model_copy(update={"precision": precision}), size, device)
@@ -155,7 +187,7 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
             peak = peak_flops(device, "bf16")[0]
             rate = tokens / seconds
             yield {
-                "system": system, "model": model, "positions": positions, "precision": precision,
+                "system": system, "model": model, "positions": positions, "precision": precision, **named,
                 "tokens_per_second": round(rate),
                 "mfu_full": round(rate * flops_per_token(config.model, config.max_seq_len) / peak, 4),
                 "mfu_causal": round(rate * flops_per_token(config.model, config.max_seq_len, causal=True) / peak, 4),
@@ -165,6 +197,30 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
             }  # fmt: skip
             del step
             clean(device)
+
+
+def examine(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+    """Sections of the results that are not rows: the profile of a step, the memory and speed of budgets."""
+    size = SIZES[model]
+    config = run_config(arguments.data, model, positions)
+    batch = read_batches(config, size.micro * min(2 if arguments.budgets else 4, size.microbatches))
+    for precision, budget in product(arguments.precisions, arguments.budgets or [1.0]):
+        named = {"system": "ingot", "model": model, "positions": positions, "precision": precision,
+                 "microbatch": size.micro, "sequences_per_step": len(batch.tokens)}  # fmt: skip
+        functorch.activation_memory_budget = budget
+        step = build("ingot", config.model_copy(update={"precision": precision}), size, device)
+        for _ in range(2):
+            timed(step, batch, device)
+        if arguments.budgets:
+            times = [timed(step, batch, device) for _ in range(arguments.steps)]
+            memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            rate = round(batch.tokens.size / statistics.median(times))
+            yield "budget", named | {"budget": budget, "tokens_per_second": rate, "memory_gib": round(memory, 1)}
+        else:
+            yield "profile", named | profile_step(partial(timed, step, batch, device))
+        del step
+        clean(device)
+    functorch.activation_memory_budget = 1.0
 
 
 def run_config(data: Path, model: str, positions: str, *more: str) -> RunConfig:

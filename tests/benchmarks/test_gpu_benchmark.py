@@ -27,3 +27,21 @@ def test_the_readme_prints_the_measured_rows() -> None:
     command = [sys.executable, "benchmarks/gpu.py", "benchmarks/results/gpu.json"]
     table = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True).stdout
     assert table.strip() in (ROOT / "README.md").read_text()
+
+
+def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the_page(
+    data: Path, tmp_path: Path
+) -> None:
+    out, page = tmp_path / "gpu.json", tmp_path / "page.md"
+    page.write_text("# A\n<!-- profile -->\nold\n<!-- /profile -->\nB\n<!-- budget -->\n<!-- /budget -->\nC\n")
+    script, tiny = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")], ["--models", "tiny", "--out", str(out)]
+    learned = ["--positions", "learned", "--systems", "ingot", "--steps", "1"]
+    for more in (["--profile"], ["--budgets", "1", "0.5"], ["--optimizers", "muon"]):
+        subprocess.run([*script, str(data), *tiny, *learned, *more], check=True, timeout=120, capture_output=True)
+    found = json.loads(out.read_text())
+    assert [row["optimizer"] for row in found["rows"]] == ["muon"] and found["command"].count("gpu.py") == 3
+    assert [row["budget"] for row in found["budget"]] == [0.5, 1.0] and "idle" in found["profile"][0]["milliseconds"]
+    subprocess.run([*script, str(out), "--docs", str(page)], check=True, timeout=120)
+    text = page.read_text()
+    assert "old" not in text and "| matrix products | " in text and "| tiny | 2 | 0.5 | " in text
+    assert text.startswith("# A\n") and "\nB\n" in text and text.endswith("\nC\n")

@@ -201,6 +201,7 @@ def write_megatron(
         "attn.out": "self_attention.dense" if legacy else "self_attention.linear_proj",
         "mlp.up": "mlp.dense_h_to_4h" if legacy else "mlp.linear_fc1",
         "mlp.down": "mlp.dense_4h_to_h" if legacy else "mlp.linear_fc2",
+        "attn.q_norm": "self_attention.q_layernorm", "attn.k_norm": "self_attention.k_layernorm",
     }  # fmt: skip
     multiple, per_chunk = 16, c.n_layers // (pp * chunks)
     rows = -(-c.vocab_size // (multiple * tp)) * multiple * tp
@@ -291,6 +292,7 @@ def megatron_args(c: ModelConfig, tp: int, pp: int, multiple: int, rows: int, **
         "position_embedding_type": {"learned": "learned_absolute", "rotary": "rope"}[c.positions],
         "rotary_percent": 1.0, "rotary_base": int(c.rotary_base), "rotary_interleaved": False,
         "normalization": "RMSNorm" if c.norm == "rmsnorm" else "LayerNorm", "norm_epsilon": c.norm_eps,
+        "qk_layernorm": c.qk_ln == "heads", "window_size": None,
         "swiglu": c.activation == "swiglu", "add_bias_linear": not c.no_bias, "bias_gelu_fusion": not c.no_bias,
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings, "make_vocab_size_divisible_by": multiple,
         "padded_vocab_size": rows, "vocab_size": c.vocab_size, "tokenizer_type": "HuggingFaceTokenizer",

@@ -21,6 +21,7 @@ GPT2_LIKE = {"family": "neox", "positions": "learned", "parallel_residual": Fals
 NEOX_LLAMA = {"family": "neox", "rotary_pct": 1.0, "parallel_residual": False, "norm": "rmsnorm", "no_bias": True,
               "activation": "swiglu", "n_kv_heads": 2, "ffn_hidden_size": 48}  # fmt: skip
 GPT3 = {"family": "gpt3", "vocab_size": 70, "vocab_multiple": 16}
+BARE = {**GPT3, "no_bias": True, "norm_bias": True, "qk_ln": "heads", "activation": "gelu"}
 LLAMA = {"family": "llama", "n_kv_heads": 2, "rotary_base": 10000.0, "ffn_hidden_size": 48, "vocab_size": 70,
          "vocab_multiple": 16}  # fmt: skip
 TOKENS = torch.arange(24).view(2, 12) * 5 % 70
@@ -138,6 +139,7 @@ def test_a_gpt_neox_checkpoint_gives_the_logits_of_transformers(tmp_path: Path) 
         (GPT3, {"style": "legacy", "tp": 2, "version": None}),
         (GPT3, {"style": "legacy", "tp": 2, "version": 1.0}),
         (GPT3, {"style": "mcore", "tp": 2, "pp": 2, "chunks": 2}),
+        (BARE, {"style": "mcore", "tp": 2, "pp": 2}),
         (LLAMA, {"style": "te"}),
         (LLAMA, {"style": "te", "tp": 2, "pp": 2}),
         (LLAMA, {"style": "legacy", "tp": 2, "pp": 1}),
@@ -148,6 +150,7 @@ def test_a_gpt_neox_checkpoint_gives_the_logits_of_transformers(tmp_path: Path) 
         "version-0",
         "version-1",
         "core-interleaved",
+        "heads-normalised-tp2-pp2",
         "llama",
         "llama-tp2-pp2",
         "llama-old",

@@ -265,6 +265,9 @@ def test_the_class_follows_from_the_parts(values: dict[str, Any], expected: str)
         ({**LLAMA, "rotary_pct": 0.5}, "rotary_pct=0.5"),
         ({**LLAMA, "parallel_residual": True}, "parallel_residual=True"),
         ({**LLAMA, "qk_ln": True}, "qk_ln=True"),
+        ({**GPT3, "qk_ln": "heads"}, "qk_ln=heads"),
+        ({**GPT3, "norm_bias": False}, "norm_bias=False"),
+        ({**MPT, "norm_bias": True}, "norm_bias=True"),
         ({**LLAMA, "n_heads": 6, "head_dim": 4}, "n_heads=6"),
     ],
 )

@@ -1,5 +1,6 @@
 """Whose vocabulary a file has is seen from its keys; files of none, or of two, are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,20 +78,35 @@ def test_train_takes_megatrons_own_command_line(ingot: Ingot) -> None:
     assert done.returncode == 2 and "num_experts = 4: mixtures of experts are not supported" in done.stderr
 
 
+@pytest.fixture
+def corpora(ingot: Ingot, data: Path, tmp_path: Path) -> list[str]:
+    """Two corpora of the kind that Megatron and GPT-NeoX prepare, and their tokenizer."""
+    lines = [line for line in (data / "text/train.txt").read_text().splitlines() if line]
+    for name, part in (("web", lines[::2]), ("books", lines[1::2])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in part))
+        ingot("prepare", "--path", f"{name}.jsonl", "--output_prefix", name, "--append_eod", "--tokenizer",
+              str(data / "tokenizer"))  # fmt: skip
+    return ["web_text_document", "books_text_document", str(data / "tokenizer/tokenizer.json")]
+
+
 @pytest.mark.slow
-def test_a_file_of_each_vocabulary_trains(ingot: Ingot, data: Path, tmp_path: Path) -> None:
+def test_a_file_of_each_vocabulary_trains(ingot: Ingot, data: Path, tmp_path: Path, corpora: list[str]) -> None:
     small = HERE / "foundry/mpt-small-cpu.yaml"
     foundry = [small, f"data_local={data}", "train_loader.dataset.split=train", "eval_loader.dataset.split=val",
                "model.vocab_size=320", "max_duration=2ba", "max_seq_len=32", "loggers=null"]  # fmt: skip
+    web, books, tokenizer = corpora
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-             "train_iters": 2, "padded_vocab_size": 320}  # fmt: skip
+             "train_iters": 2, "padded_vocab_size": 320, "split": "8,1,1", "eod_mask_loss": True, "eval_iters": 1}  # fmt: skip
     neox = tmp_path / "tiny.yml"
     optimizer = {"type": "Adam", "params": {"lr": 0.001}}
-    more = {"train_batch_size": 8, "train_data_paths": [f"{data}/train"], "optimizer": optimizer, "eval_iters": 1}
+    more = {"train_batch_size": 8, "data_path": web, "optimizer": optimizer, "vocab_file": tokenizer}
     neox.write_text(yaml.safe_dump(shape | more))
-    shape |= {"global_batch_size": 8, "micro_batch_size": 4, "train_data_path": f"{data}/train", "lr": 0.001}
+    shape |= {"global_batch_size": 8, "micro_batch_size": 4, "lr": 0.001, "tokenizer_model": tokenizer}
     megatron = [word for key, value in shape.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    megatron += ["--data-path", "0.3", web, "0.7", books, "--reset-attention-mask", "--reset-position-ids"]
     for arguments in (foundry, [neox], ["--dialect", "megatron", "--", *megatron]):
         done = ingot("train", *map(str, arguments))
         folder = tmp_path / done.stdout.strip().splitlines()[-1].removeprefix("run folder: ")
-        assert '"time/batch": 2' in (folder / "metrics.jsonl").read_text()
+        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["time/batch"] == 2 and "metrics/eval/LanguageCrossEntropy" in last
+    assert (last["time/token/books_text_document"], last["time/token/web_text_document"]) == (11 * 32, 5 * 32)

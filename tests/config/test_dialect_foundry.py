@@ -4,15 +4,18 @@ import math
 from pathlib import Path
 
 import pytest
+from decay import decayed
 
 from ingot.config.load import load_config, translate
 from ingot.config.time import Clock
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_count
+from ingot.model.gpt import parameter_count, parameter_shapes
+from ingot.parallel.config import Layout, complete_layout
 from ingot.train.config import RunConfig
 from ingot.train.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "foundry"
+TINY = ("model.d_model=32", "model.n_heads=4", "model.n_layers=2", "model.vocab_size=128", "variables.max_seq_len=16")
 # file: parameters, peak lr, global batch, duration, tokens in billions, microbatch, recomputed, initialisation
 EXPECTED = {
     "mpt-125m": (125_311_488, 6.0e-4, 256, "4800ba", 2.52, 16, False, "kaiming_normal"),
@@ -27,6 +30,7 @@ EXPECTED = {
     "mosaic_gpt-1b-v0.0.4": (1_315_950_592, 2.0e-4, 512, "24800ba", 26.0, 4, False, "kaiming_normal"),
     "mpt-small-cpu": (823_200, 6.0e-4, 8, "10ba", 0.0000102, "auto", False, "kaiming_normal"),
     "mpt-7b-alibi-streams": (6_649_286_656, 1.0e-4, 2048, "1000000000000tok", None, "auto", False, "kaiming_normal"),
+    "mpt-350m-inv-sqrt": (353_616_896, 3.0e-4, 256, "13400ba", 7.03, "auto", False, "small"),
     "mpt-1b-gqa-rope-glu": (1_288_800_256, 3.0e-4, 256, "2ep", None, "auto", False, "normal"),
 }
 
@@ -89,6 +93,34 @@ def test_typed_learning_rates_of_mpt_125m() -> None:
     clock = Clock(256, 2048, 10**9, config.max_duration)
     rates = {step: 6e-4 * lr_multiplier(config.scheduler, clock, step) for step in (0, 1, 50, 100, 2450, 4800)}
     assert rates == pytest.approx({0: 0, 1: 6e-6, 50: 3e-4, 100: 6e-4, 2450: 3.3e-4, 4800: 6e-5})
+
+
+def test_inverse_square_root_cools_down_as_in_llm_foundry() -> None:
+    config = load("mpt-350m-inv-sqrt")
+    clock = Clock(256, 2048, 10**9, config.max_duration)
+
+    def expected(t: int) -> float:
+        if t < 500:
+            return t / 500
+        if t < 13400 - 1500:
+            return 1 / math.sqrt((t - 500 + 1000) / 1000)
+        start = 1 / math.sqrt((13400 - 1500 - 500 + 1000) / 1000)
+        return start + (0.0 - start) * min(1.0, (t - (13400 - 1500)) / 1500)
+
+    for step in range(13401):
+        assert lr_multiplier(config.scheduler, clock, step) == pytest.approx(expected(step), abs=1e-12)
+
+
+def test_documents_are_kept_apart_by_their_last_token() -> None:
+    model = load("mpt-350m-inv-sqrt").model
+    assert (model.document_mask, model.document_positions, model.eos_token_id) == (True, False, 0)
+    assert load("mpt-125m").model.document_mask is False
+
+
+@pytest.mark.parametrize(("strategy", "layout"), [("FULL_SHARD", Layout(shard=8)), ("NO_SHARD", Layout(replicate=8))])
+def test_a_file_takes_as_many_processes_as_there_are(strategy: str, layout: Layout) -> None:
+    config = load("mpt-7b", f"fsdp_config.sharding_strategy={strategy}")
+    assert complete_layout(config.parallel, 8, config.model, 2048, 1024)[0] == layout
 
 
 def test_streams_become_a_mixture_in_their_proportions() -> None:
@@ -156,8 +188,9 @@ def test_initialisations_keep_their_scheme(init: str, expected: tuple[str, str])
         ("model.ffn_config.ffn_type=mb_dmoe", "not supported; possible here: mptmlp, mptglu"),
         ("model.ffn_config.moe_num_experts=8", "mixtures of experts are not supported"),
         ("model.ffn_config.ffn_type=mptglu", "mptglu with gelu"),
-        ("model.attn_config.sliding_window_size=512", "the model here has no such part"),
-        ("model.attn_config.attn_uses_sequence_id=true", "documents in one sequence attend to each other"),
+        ("model.attn_config.sliding_window_size=0", "at least 1"),
+        ("model.attn_config.attn_uses_sequence_id=true", "set train_loader.dataset.eos_token_id"),
+        ("model.name=hf_t5", "model.name = hf_t5: not supported"),
         ("model.attn_config.rope_hf_config.type=llama3", "rope_hf_config.type = llama3"),
         ("model.head_dim=100", "MPT computes with d_model / n_heads, 64"),
         ("precision=amp_fp8", "not supported; possible here: amp_bf16"),
@@ -190,12 +223,10 @@ def test_errors_of_values_name_the_foreign_key_and_line() -> None:
     assert translation.origins["model.d_model"] == place
 
 
-def test_weight_decay_reaches_every_parameter_or_is_refused() -> None:
-    translation = translate(RunConfig, [str(FILES / "mpt-125m.yaml"), "optimizer.weight_decay=0.1"])
-    assert (
-        translation.values["optimizer"].get("decay") == "all"
-        or "Composer decays biases and norms too" in translation.problems[0]
-    )
+def test_weight_decay_reaches_every_parameter_as_in_composer() -> None:
+    config = load("mpt-125m", "optimizer.weight_decay=0.1", *TINY)
+    assert decayed(config) == {name: pytest.approx(0.1 / 6e-4) for name in parameter_shapes(config.model)}
+    assert set(decayed(load("mpt-125m", *TINY)).values()) == {0.0}
 
 
 def test_every_key_of_a_file_is_accounted_for() -> None:

@@ -5,14 +5,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from decay import decayed
 
-from ingot.config.dialects import DIALECTS
-from ingot.config.dialects.table import Translation
 from ingot.config.load import load_config, translate
-from ingot.config.schema import known_keys
 from ingot.config.time import Clock
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_count
+from ingot.model.gpt import parameter_count, parameter_shapes
 from ingot.train.config import RunConfig
 from ingot.train.schedule import lr_multiplier
 
@@ -80,19 +78,25 @@ def test_gpt3_scripts_mean_what_they_mean_there(name: str) -> None:
 
 
 def megatron_lr(
-    step: float, warmup: float, end: float, lr: float, min_lr: float, style: str, anneal: float = 0
+    step: float, warmup: float, end: float, lr: float, min_lr: float, style: str, anneal: float = 0, init: float = 0
 ) -> float:
     """Steps are samples there; iterations do for a constant batch."""
     if warmup and step <= warmup:
-        return lr * step / warmup
+        return init + (lr - init) * step / warmup
     if style == "inverse-square-root":
         return max(min_lr, lr * math.sqrt(warmup / step))
     if step > end:
         return min_lr
     ratio = (step - warmup) / (end - warmup)
     coefficient = {"linear": 1 - ratio, "cosine": 0.5 * (math.cos(math.pi * ratio) + 1)}.get(style, 1.0)
-    if style == "WSD" and step > end - anneal:
-        coefficient = 1 - math.sqrt((step - (end - anneal)) / anneal)
+    if style.startswith("WSD") and step > end - anneal:
+        done = (step - (end - anneal)) / anneal
+        coefficient = {
+            "minus_sqrt": 1 - math.sqrt(done),
+            "exponential": 2 * 0.5**done - 1,
+            "linear": 1 - done,
+            "cosine": 0.5 * (math.cos(math.pi * done) + 1),
+        }[style.split()[1]]
     return min_lr + coefficient * (lr - min_lr)
 
 
@@ -104,7 +108,10 @@ def megatron_lr(
         ("gpt3-125m.sh", "cosine", 183105 / 256, 126953125 / 256, 6e-4, 6e-5, 572204),
         ("llama-8b.sh", "cosine", 500, 100000, 1.5e-4, 1e-5, 100000),
         ("linear-untied.yaml", "linear", 100, 1000, 1e-3, 0.0, 1000),
-        ("wsd.yaml", "WSD", 200, 20000, 4e-4, 4e-5, 20000),
+        ("wsd.yaml", "WSD minus_sqrt", 200, 20000, 4e-4, 4e-5, 20000),
+        ("documents.sh", "WSD exponential", 60, 6000, 8e-4, 1e-5, 6000),
+        ("wsd-linear.yaml", "WSD linear", 200, 9000, 6e-4, 6e-5, 10000),
+        ("wsd-cosine.yaml", "WSD cosine", 200, 9000, 6e-4, 6e-5, 10000),
         ("inverse-sqrt.yaml", "inverse-square-root", 400, 10000, 1e-3, 0.0, 10000),
     ],
 )
@@ -114,18 +121,12 @@ def test_the_learning_rate_is_megatrons_at_every_step(
     config = load(name)
     clock = Clock(config.global_train_batch_size, config.max_seq_len, 10**12, config.max_duration)
     assert clock.total_batches == total
-    steps = [
-        *range(50),
-        *(int(warmup) + i for i in (-1, 0, 1, 2)),
-        total // 3,
-        total // 2,
-        int(end * 0.95),
-        total - 1,
-        total,
-    ]
-    for step in steps:
+    anneal = {"wsd.yaml": 2000, "documents.sh": 600}.get(name, 1000)
+    init = 1e-7 if name == "documents.sh" else 0.0
+    for step in range(0, total + 1, max(1, total // 25_000)):
         mine = config.optimizer.lr * lr_multiplier(config.scheduler, clock, step)
-        assert mine == pytest.approx(megatron_lr(step, warmup, end, lr, min_lr, style, 2000), rel=1e-9), step
+        theirs = megatron_lr(step, warmup, end, lr, min_lr, style, anneal, init)
+        assert math.isclose(mine, theirs, rel_tol=1e-9, abs_tol=1e-15), step
 
 
 def test_typed_learning_rates_of_gpt3_175b() -> None:
@@ -201,6 +202,67 @@ def test_a_restart_with_less_memory_may_add_its_microbatch_to_any_vocabulary() -
     assert load_config(RunConfig, [*SMALL, "device_train_microbatch_size=2"]).device_train_microbatch_size == 2
 
 
+SCRIPTS = {
+    "arrays": """
+        if [ -z "$D" ]; then D=other; fi
+        D=data
+        ARGS=( --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --lr 1e-4 --bf16
+               --seq-length 2048 --max-position-embeddings 2048 )
+        MORE=(
+            --micro-batch-size 4 --global-batch-size 64 --train-iters 1000
+            --train-data-path ${D}/A
+        )
+        torchrun pretrain_gpt.py ${ARGS[@]} "${MORE[@]}"
+    """,
+    "strings": """
+        D=data
+        python tools/preprocess_data.py --input x.jsonl --workers 8
+        LAUNCH="--nproc_per_node 8 --nnodes 1"
+        ARGS="--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --lr 1e-4 --bf16 \\
+              --seq-length 2048 --max-position-embeddings 2048"
+        MORE="
+            --micro-batch-size 4 --global-batch-size 64 --train-iters 1000 \\
+            --train-data-path $D/A
+        "
+        torchrun $LAUNCH pretrain_gpt.py $ARGS ${MORE}
+    """,
+    "a command": """
+        D=data
+        python -m torch.distributed.launch --nnodes 1 pretrain_gpt.py \\
+            --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --lr 1e-4 --bf16 \\
+            --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 4 --global-batch-size 64 \\
+            --train-iters 1000 --train-data-path $D/A 2>&1 | tee log.txt
+    """,
+}
+
+
+@pytest.mark.parametrize("form", SCRIPTS)
+def test_scripts_are_read_in_every_form_that_megatron_ships(tmp_path: Path, form: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPTS[form])
+    config = load_config(RunConfig, [str(script)])
+    assert (config.model.n_layers, config.max_seq_len, config.optimizer.lr, config.precision) == (
+        24,
+        2048,
+        1e-4,
+        "bf16",
+    )
+    assert (config.global_train_batch_size, str(config.max_duration)) == (64, "1000ba")
+    assert config.data is not None and config.data.train.path == "data/A"
+
+
+def test_a_test_case_of_megatrons_own_is_read(tmp_path: Path) -> None:
+    case = tmp_path / "model_config.yaml"
+    arguments = "\n".join(f"  {SMALL[i]}: {SMALL[i + 1]}" for i in range(0, 18, 2))
+    case.write_text(
+        f"ENV_VARS:\n  NCCL_ALGO: Ring\nMODEL_ARGS:\n{arguments}\n  --train-data-path: ${{D}}/A\nTEST_TYPE: x\n"
+    )
+    assert load_config(RunConfig, [str(case), "train-data-path=data/A"]).model.n_layers == 24
+    assert "model_config.yaml:13: train_data_path: Interpolation key 'D' not found" in error_of(str(case))
+    case.write_text(case.read_text().replace("--hidden-size", "--hidden-sise"))
+    assert "model_config.yaml:5: unknown key hidden_sise" in error_of(str(case), "train-data-path=data/A")
+
+
 def test_scripts_are_never_run(tmp_path: Path) -> None:
     script, mark = tmp_path / "run.sh", tmp_path / "ran"
     script.write_text(f'touch {mark}\nX=$(touch {mark})\nARGS=(\n  --num-layers "$(touch {mark})"\n  --lr $X\n)\n')
@@ -215,10 +277,12 @@ def test_scripts_are_never_run(tmp_path: Path) -> None:
         ("ARGS=(\n --save $OUT\n)\n", "run.sh:2: save = $OUT: the script takes it from elsewhere; give save=..."),
         ("OUT=$1\nARGS=(\n --save ${OUT}/x\n)\n", "run.sh:3: save = $OUT/x: the script takes it from elsewhere"),
         ("ARGS=(\n --save ${OUT:-x}\n)\n", "the script takes it from elsewhere"),
-        ("if [ $A = 1 ]; then\n ARGS=(\n --bf16\n )\nfi\n", "run.sh:2: this array depends on a condition"),
+        ("if [ $A = 1 ]; then\n ARGS=(\n --bf16\n )\nfi\n", "run.sh:2: these arguments depend on a condition"),
         ("ARGS=(\n --save 'x\n)\n", "run.sh:2: cannot be read as shell words"),
-        ("echo hello\n", "holds no complete array of arguments"),
-        ("ARGS=(\n --bf16\n", "holds no complete array of arguments"),
+        ("echo hello\n", "holds no complete list of arguments"),
+        ("ARGS=(\n --bf16\n", "holds no complete list of arguments"),
+        ('ARGS="--bf16\n', "holds no complete list of arguments"),
+        ("if true; then\n python pretrain_gpt.py --bf16\nfi\n", "holds no complete list of arguments"),
         ("ARGS=(\n --num-layrs 3\n)\n", "run.sh:2: unknown key num_layrs of Megatron; did you mean num_layers?"),
         ("ARGS=(\n --lr 1 2\n)\n", "run.sh:2: --lr takes one value"),
         ("ARGS=(\n 3 --lr 1\n)\n", "run.sh:2: '3' belongs to no argument"),
@@ -239,20 +303,26 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
         ("--hybrid-override-pattern M-M", "Mamba and hybrid models are not supported"),
         ("--squared-relu", "the model here has no such part"),
         ("--quick-geglu", "the model here has no such part"),
-        ("--qk-layernorm", "the model here has no such part"),
         ("--use-rope-scaling", "the model here has no such part"),
-        ("--window-size 128 0", "the model here has no such part"),
+        ("--window-size 128 128", "a token cannot see what comes after it"),
         ("--multi-latent-attention", "the model here has no such part"),
-        ("--disable-bias-linear", "use RMSNorm"),
+        ("--encoder-num-layers 12", "T5 and BERT are not supported, only GPT"),
+        ("--decoder-seq-length 128", "T5 and BERT are not supported, only GPT"),
+        ("--split 0,1,1 --train-data-path --valid-data-path --data-path C", "such as 969,30,1"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 9 --eod-mask-loss",
+            "which token ends",
+        ),
         ("--fp8-format hybrid", "use bf16"),
         ("--loss-scale 1024", "a loss scale that stands still"),
         ("--loss-scale-window 500", "only the usual window"),
         ("--optimizer sgd", "optimizer = sgd: not supported; possible here: adam"),
-        ("--lr-decay-style WSD", "lr_wsd_decay_style = (default): not supported"),
+        ("--lr-decay-style WSD", "lr_wsd_decay_iters = (default): is missing"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 2000", "longer than what the warmup leaves"),
+        ("--lr-decay-style inverse-square-root --lr-warmup-iters 9 --lr-decay-iters 500", "drops to min_lr there"),
         ("--lr-warmup-samples 100", "does not go with train_iters; use lr_warmup_iters"),
         ("--train-samples 100", "with train_iters, or else with train_samples"),
-        ("--eod-mask-loss", "the loss is the cross-entropy of all tokens"),
-        ("--reset-attention-mask", "documents attend to each other"),
+        ("--fp16-lm-cross-entropy", "the loss is computed in fp32"),
         ("--data-path C", "name the data once"),
         ("--mock-data", "ingot demo"),
         ("--global-batch-size 63", "contradicts micro_batch_size 4"),
@@ -269,19 +339,51 @@ def test_what_cannot_be_honoured_is_refused_by_name(arguments: str, words: str) 
     assert words in message and "Traceback" not in message
 
 
-def test_one_data_set_is_cut_by_documents_or_refused() -> None:
-    words = [*SMALL[:-8], "--data-path", "0.3", "A", "0.7", "B", "--split", "969,30,1"]
-    given = translate(RunConfig, words).given
-    keys = frozenset([*known_keys(RunConfig), "data.train.documents", "data.eval.documents"])
-    translation = Translation(DIALECTS["megatron"], given, {}, keys).run()
-    cut = {"split": "969,30,1", "part": 1, "rule": "megatron"}
-    assert not translation.problems
-    assert translation.values["data"]["eval"]["mix"]["B"] == {"path": "B", "weight": 0.7, "documents": cut}
-    assert "write the parts as data sets" in Translation(DIALECTS["megatron"], given, {}, frozenset()).run().problems[0]
+def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None:
+    config = load("documents.sh")
+    assert config.data is not None and config.data.eval is not None
+    for source, part in ((config.data.train, "train"), (config.data.eval, "valid")):
+        assert source.mix_order == "greedy" and list(source.mix) == ["web_text_document", "books_text_document"]
+        assert [(s.path, s.weight) for s in source.mix.values()] == [
+            ("/data/web_text_document", 0.3),
+            ("/data/books_text_document", 0.7),
+        ]
+        cuts = [s.documents.model_dump() for s in source.mix.values() if s.documents]
+        assert cuts == [{"split": "949,50,1", "part": part, "rule": "megatron"}] * 2
+    whole = load("wsd-linear.yaml", "split=100,0,0").data
+    assert whole is not None and whole.eval is None and whole.train.documents is None
+    usual = load("wsd-linear.yaml").data
+    assert usual is not None and usual.train.documents is not None and usual.train.documents.split == "969,30,1"
+    none = load("wsd-linear.yaml", "eval-iters=0").data
+    assert none is not None and none.eval is None
+
+
+def test_documents_begin_anew_after_the_tokenizers_last_token() -> None:
+    config = load("documents.sh")
+    assert (config.model.document_mask, config.model.document_positions, config.mask_eos_loss) == (True, True, True)
+    assert config.model.eos_token_id == config.unscored == 50256
+    arguments = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
+    assert load("documents.sh", *arguments).model.eos_token_id == 31999
+    assert load("documents.sh", *arguments, "--null-tokenizer-eod-id", "5").model.eos_token_id == 5
+
+
+def test_heads_are_normalised_and_norms_keep_their_biases() -> None:
+    config = load("documents.sh")
+    assert (config.model.qk_ln, config.model.no_bias, config.model.norm_bias) == ("heads", True, True)
+    layer = 12 * 384**2 + 2 * 2 * 384 + 2 * 2 * 64  # matrices; two norms; those of queries and keys
+    assert parameter_count(config.model) == 50304 * 384 + 1024 * 384 + 6 * layer + 2 * 384
+
+
+@pytest.mark.parametrize("name", ["gpt3-350m.yaml", "documents.sh", "wsd.yaml", "linear-untied.yaml"])
+def test_weight_decay_spares_vectors_as_in_megatron(name: str) -> None:
+    config = load(name, "num-layers=2", "hidden-size=40", "num-attention-heads=2", "padded-vocab-size=128")
+    expected = {n: config.optimizer.weight_decay * (len(s) > 1) for n, s in parameter_shapes(config.model).items()}
+    assert decayed(config) == expected and set(expected.values()) == {config.optimizer.weight_decay, 0.0}
 
 
 def test_every_argument_is_accounted_for() -> None:
-    names = [*GPT3, "llama-8b.sh", "linear-untied.yaml", "wsd.yaml", "inverse-sqrt.yaml"]
+    names = [*GPT3, "llama-8b.sh", "linear-untied.yaml", "wsd.yaml", "wsd-linear.yaml", "wsd-cosine.yaml",
+             "inverse-sqrt.yaml", "documents.sh"]  # fmt: skip
     assert sorted(names) == sorted(path.name for path in FILES.iterdir()) and len(names) >= 12
     for name in names:
         arguments = GPT3_175B if "175b" in name else [str(FILES / name)]

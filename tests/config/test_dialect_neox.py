@@ -5,14 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+from decay import decayed
 
-from ingot.config.dialects import DIALECTS
-from ingot.config.dialects.table import Translation, flatten
 from ingot.config.load import load_config, translate
-from ingot.config.schema import known_keys
 from ingot.config.time import Clock
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_count
+from ingot.model.gpt import parameter_count, parameter_shapes
 from ingot.train.config import RunConfig
 from ingot.train.schedule import lr_multiplier
 
@@ -88,23 +86,27 @@ def neox_lr(it: int, warmup: float, end: int, lr: float, min_lr: float, style: s
         return lr * max(1, it) / warmup
     if style == "cosine":
         return min_lr + (lr - min_lr) / 2 * (math.cos(math.pi * (it - warmup) / (end - warmup)) + 1)
+    if style == "exponential":
+        return max(min_lr, lr * math.exp(-0.693 * (it - warmup) / (end - warmup)))
     return max(min_lr, lr * (end - it) / (end - warmup))
 
 
 @pytest.mark.parametrize(
     ("files", "style", "warmup", "end", "lr", "min_lr"),
     [(("1-4B.yml", "pile.yml"), "cosine", 1430, 143000, 2e-4, 2e-5), (("12B.yml", "pile.yml"), "cosine", 1430, 143000, 1.2e-4, 1.2e-5),
-     (("20B.json",), "cosine", 1500, 150000, 9.7e-5, 9.7e-6), (("125M-gpt2.yml",), "linear", 3200, 320000, 6e-4, 0.0)],
+     (("20B.json",), "cosine", 1500, 150000, 9.7e-5, 9.7e-6), (("125M-gpt2.yml",), "linear", 3200, 320000, 6e-4, 0.0),
+     (("125M-gpt2.yml", "min_lr=6.0e-5", "lr_decay_iters=300000"), "linear", 3000, 300000, 6e-4, 6e-5),
+     (("exponential.yml",), "exponential", 800, 16000, 8e-4, 3.6e-4)],
 )  # fmt: skip
 def test_the_learning_rate_is_neoxs_at_every_step(
     files: tuple[str, ...], style: str, warmup: float, end: int, lr: float, min_lr: float
 ) -> None:
-    config = load(*(str(FILES / name) for name in files))
+    config = load(*(name if "=" in name else str(FILES / name) for name in files))
     clock = Clock(config.global_train_batch_size, 2048, 10**9, config.max_duration)
-    first = 0 if "warmup_floor" in type(config.scheduler).model_fields else 1
-    for it in [*range(first, 50), int(warmup) - 1, int(warmup), int(warmup) + 1, end // 3, end // 2, end - 1, end]:
+    total = clock.total_batches
+    for it in [*range(0, total + 1, max(1, total // 25_000)), int(warmup) + 1, end - 1, end]:
         mine = config.optimizer.lr * lr_multiplier(config.scheduler, clock, it)
-        assert mine == pytest.approx(neox_lr(it, warmup, end, lr, min_lr, style), rel=1e-9), it
+        assert math.isclose(mine, neox_lr(it, warmup, end, lr, min_lr, style), rel_tol=1e-9, abs_tol=1e-15), it
 
 
 def test_typed_learning_rates_of_pythia_1_4b() -> None:
@@ -177,6 +179,7 @@ def test_invalid_json_names_line_and_column(tmp_path: Path) -> None:
     [
         (["train_batch_size=1000"], "contradicts train_micro_batch_size_per_gpu 32"),
         (["train_batch_size=1024", "gradient_accumulation_steps=3"], "gradient_accumulation_steps 3"),
+        (["train_batch_size=1024", "gas=3"], "gas 3"),
         (["train_batch_size=1024", "gradient_accumulation_steps=1", "global_num_gpus=8"], "global_num_gpus 8"),
         (["train_micro_batch_size_per_gpu=null"], "train_batch_size = (default): is missing"),
         (["num_layer=3"], "command line: unknown key num_layer of GPT-NeoX; did you mean num_layers?"),
@@ -187,58 +190,67 @@ def test_invalid_json_names_line_and_column(tmp_path: Path) -> None:
         (["attention_config=[[[local, global], 3]]"], "local is not supported"),
         (["activation=geglu"], "activation = geglu: not supported; possible here: gelu, swiglu"),
         (["pos_emb=rpe"], "not supported"),
-        (["sliding_window_width=512"], "the model here has no such part"),
+        (["sliding_window_width=0"], "at least 1"),
         (["gpt_j_tied=true"], "the model here has no such part"),
         (["use_mup=true"], "set the learning rate"),
-        (["eod_mask_loss=true"], "the loss is the cross-entropy of all tokens"),
+        (["z_loss=0.1"], "the loss is the cross-entropy alone"),
+        (["use_qk_layernorm=true"], "NeoX's share one"),
+        (["model_arch=t5"], "T5 is not supported"),
+        (["lr_decay_iters=1000"], "NeoX's cosine rises again"),
         (["fp16.loss_scale_window=250"], "only the usual window is accepted"),
         (["fp16.loss_scale=1024"], "use loss_scale 0"),
         (["optimizer.type=sm3"], "possible here: adam"),
-        (["lr_decay_style=exponential"], "lr_decay_style = exponential: not supported"),
         (["init_method=xavier_normal"], "init_method = xavier_normal: not supported"),
         (["output_layer_init_method=scaled_normal"], "does not go with init_method small"),
         (["curriculum_learning={enabled: true}"], "the sequence length and the batch do not change"),
         (["train_impl=dpo"], "only pretraining is done here"),
         (["train_epochs=1"], "train_iters, or else with train_epochs"),
-        (["use_bias_in_mlp=false"], "biases are everywhere or nowhere"),
+        (["use_bias_in_mlp=false"], "linear layers have biases everywhere or nowhere"),
+        (["lr=0.5"], "contradicts optimizer.params.lr 0.001"),
         (["clip_grad=0.5"], "contradicts gradient_clipping 1.0"),
         (["load=elsewhere"], "with finetune"),
         (["data_path=one"], "name the data once"),
         (["vocab_file=nowhere.json"], "set padded_vocab_size"),
         (["valid_data_weights=[1, 2]"], "has 2 weights for 1 data sets"),
         (["checkpoint_scale=log"], "use linear"),
-        (["lr_decay_style=linear"], "scheduler.floor"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(overrides: list[str], words: str) -> None:
-    if words == "scheduler.floor":  # min_lr cuts off NeoX's line, which goes to 0
-        translation = translate(RunConfig, [str(FILES / "70M.yml"), PILE, *overrides], "neox")
-        assert (
-            translation.values["scheduler"].get("floor") == pytest.approx(0.1) or "goes to 0" in translation.problems[0]
-        )
-        return
     message = error_of(*overrides)
     assert words in message and "Traceback" not in message
 
 
-def test_one_data_set_is_cut_by_documents_or_refused() -> None:
-    content = {
-        **flatten(json.loads((FILES / "20B.json").read_text())),
-        "data-path": "data/x_text_document",
-        "split": "969,30,1",
-    }
-    given = {key.replace("-", "_"): value for key, value in content.items() if "data-paths" not in key}
-    keys = frozenset([*known_keys(RunConfig), "data.train.documents", "data.eval.documents"])
-    data = Translation(DIALECTS["neox"], given, {}, keys).run().values["data"]
-    assert data["train"] == {
-        "path": "data/x_text_document",
-        "documents": {"split": "969,30,1", "part": 0, "rule": "neox"},
-    }
-    assert data["eval"]["documents"] == {"split": "969,30,1", "part": 1, "rule": "neox"}
-    refused = Translation(DIALECTS["neox"], given, {}, frozenset()).run()
-    assert "write the parts as data sets of their own" in refused.problems[0]
-    whole = Translation(DIALECTS["neox"], given | {"split": "1,0,0"}, {}, frozenset()).run()
-    assert not whole.problems and whole.values["data"] == {"train": {"path": "data/x_text_document"}}
+def test_one_data_set_is_split_by_neoxs_rule() -> None:
+    data = load(str(FILES / "exponential.yml")).data
+    assert data is not None and data.eval is not None and data.train.documents and data.eval.documents
+    assert data.train.documents.model_dump() == {"split": "995,4,1", "part": "train", "rule": "neox"}
+    assert data.eval.documents.model_dump() == {"split": "995,4,1", "part": "valid", "rule": "neox"}
+    whole = load(str(FILES / "exponential.yml"), "split='1,0,0'").data
+    assert whole is not None and whole.train.documents is None and whole.eval is None
+
+
+def test_data_sets_without_weights_weigh_the_same() -> None:
+    data = load(str(FILES / "125M-gpt2.yml"), "train_data_weights=null").data
+    assert data is not None and {source.weight for source in data.train.mix.values()} == {1.0}
+    assert data.train.mix_order == "greedy"
+
+
+def test_biases_of_norms_and_initialisation_by_neoxs_names() -> None:
+    config = load(str(FILES / "exponential.yml"))
+    model = config.model
+    assert (model.no_bias, model.norm_bias, model.init, model.residual_init) == (True, True, "normal", "same")
+    assert parameter_count(model) == 50304 * 512 + 8 * (12 * 512**2 + 2 * 2 * 512) + 2 * 512
+    assert (config.mask_eos_loss, model.eos_token_id, config.global_train_batch_size) == (True, 0, 64)
+    assert "use_bias_in_norms" in translate(RunConfig, [str(FILES / "exponential.yml")]).rows
+
+
+@pytest.mark.parametrize("files", [("14M.yml", "pile.yml"), ("125M-gpt2.yml",), ("exponential.yml",)])
+def test_weight_decay_spares_norms_and_biases_as_in_neox(files: tuple[str, ...]) -> None:
+    small = ("num_layers=2", "hidden_size=32", "num_attention_heads=2", "padded_vocab_size=128")
+    config = load(*(str(FILES / name) for name in files), *small)
+    shapes = parameter_shapes(config.model)
+    spared = {name for name in shapes if "norm" in name or name.endswith("bias")}
+    assert decayed(config) == {name: 0.0 if name in spared else config.optimizer.weight_decay for name in shapes}
 
 
 def test_the_vocabulary_is_counted_in_the_tokenizer_file(tmp_path: Path) -> None:
@@ -254,6 +266,7 @@ def test_every_key_of_a_file_is_accounted_for() -> None:
         ("20B.json",),
         ("125M-gpt2.yml",),
         ("llama-1b.yml",),
+        ("exponential.yml",),
     ]:
         translation = translate(RunConfig, [str(FILES / name) for name in files])
         assert translation.dialect.name == "neox" and not translation.problems

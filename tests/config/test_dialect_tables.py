@@ -7,7 +7,7 @@ import pytest
 
 from ingot.config.dialects import DIALECTS
 from ingot.config.dialects.table import BECAME, Translation
-from ingot.config.load import translate, validate
+from ingot.config.load import load_config, translate, validate
 from ingot.config.schema import known_keys
 from ingot.errors import ConfigError
 from ingot.train.config import RunConfig
@@ -45,7 +45,7 @@ def test_odd_values_are_translated_or_refused_but_never_break(name: str, value: 
     given = base(name)
     dialect = DIALECTS[name]
     for key in (*dialect.natives, *dialect.choices, *dialect.computed.split()):
-        translation = Translation(dialect, {**given, key: value}, {}, NATIVE).run()
+        translation = Translation(dialect, {**given, key: value}, {}).run()
         assert key in translation.rows
         try:
             translation.check()
@@ -91,12 +91,24 @@ def test_unknown_keys_never_pass(name: str) -> None:
     for key in DIALECTS[name].keys:
         odd = f"{key.rpartition('.')[0]}.zzz_{key.rpartition('.')[2]}".strip(".")
         if not DIALECTS[name].knows(odd):
-            translation = Translation(DIALECTS[name], {**given, odd: 1}, {}, NATIVE).run()
+            translation = Translation(DIALECTS[name], {**given, odd: 1}, {}).run()
             assert any(problem.startswith(f"unknown key {odd} of ") for problem in translation.problems), odd
             return
     raise AssertionError("no key could be misspelt")
 
 
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [("foundry", "model.attn_config.sliding_window_size=512"), ("neox", "sliding_window_width=512"),
+     ("megatron", "window-size=[512, 0]"), ("megatron", "window-size='512,0'")],
+)  # fmt: skip
+def test_a_window_of_the_peers_does_not_count_the_token_itself(name: str, override: str) -> None:
+    """They see as far as token i - 512."""
+    files = [str(HERE / path) for path in BASES[name]]
+    assert load_config(RunConfig, [*files, override]).model.sliding_window == 513
+    assert load_config(RunConfig, files).model.sliding_window is None
+
+
 def test_a_refused_key_keeps_its_reason_and_others_their_rows() -> None:
-    translation = Translation(DIALECTS["neox"], {**base("neox"), "num_layers": "$X"}, {}, NATIVE).run()
+    translation = Translation(DIALECTS["neox"], {**base("neox"), "num_layers": "$X"}, {}).run()
     assert translation.rows["num_layers"].text == "must be a number" and translation.rows["hidden_size"].fate == BECAME

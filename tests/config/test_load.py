@@ -144,7 +144,9 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_every_field(tmp_path: Path) -> None:
-    base = yaml.safe_load(to_yaml(load_config(RunConfig, ["data=x", "loggers.tensorboard={}"])))
+    parts = [f"data.{name}.documents={{split: '1', part: train}}" for name in ("train", "eval")]
+    whole = ["data=x", "loggers.tensorboard={}", *parts]
+    base = yaml.safe_load(to_yaml(load_config(RunConfig, whole)))
     keys = list(known_keys(RunConfig))
     assert "model.d_model" in keys and "data.train.split" in keys and "loggers.tensorboard.log_dir" in keys
     for key in keys:
@@ -153,7 +155,22 @@ def test_overrides_reach_every_field(tmp_path: Path) -> None:
             value = value[part]
         if not isinstance(value, dict):
             shown = "null" if value is None else json.dumps(value)
-            load_config(RunConfig, ["data=x", "loggers.tensorboard={}", f"{key}={shown}"])
+            load_config(RunConfig, [*whole, f"{key}={shown}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mask_eos_loss=true"], "mask_eos_loss: model.eos_token_id must say which token ends a document"),
+        (["model.document_mask=true"], "model.eos_token_id: is missing; say which token ends a document"),
+        (["data.train.documents={split: '1,x', part: train}"], "write up to three shares, such as 969,30,1"),
+        (["data.train.documents={split: '9,1', part: dev}"], "data.train.documents.part"),
+        (["data.train.mix_order=random"], "data.train.mix_order"),
+    ],
+)
+def test_document_settings_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", ".")):
+        load_config(RunConfig, ["data=x", *overrides])
 
 
 def test_every_field_is_documented() -> None:

@@ -23,6 +23,7 @@ from ingot.data.dataset import locate
 from ingot.data.engine import choose_engine
 from ingot.data.files import write_json
 from ingot.data.prepare import prepare, read_texts
+from ingot.data.prepare_pool import Pool, WorkerProcess
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import DataError, DiskError
@@ -461,11 +462,20 @@ def test_a_choice_that_does_not_exist_is_one_sentence(
         run(corpus, tmp_path / "out", tokenizer, **options)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted as Linux shows them")
+def test_the_process_that_forks_the_workers_has_one_thread(tokenizer: Tokenizer) -> None:
+    """A fork copies locks that other threads hold, but not the threads that would release them."""
+    pool = Pool(2, tokenizes=True)
+    try:
+        assert pool.load(tokenizer, "auto")[0] == "gigatoken"
+        assert len(list(Path(f"/proc/{pool.server.pid}/task").iterdir())) == 1
+    finally:
+        pool.close()
+
+
 def test_a_worker_that_dies_is_reported_and_the_rest_can_go_on(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ingot.data.prepare_pool import WorkerProcess
-
     run(corpus, tmp_path / "undisturbed", tokenizer)
     calls = iter(range(100))
 

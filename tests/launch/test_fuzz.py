@@ -6,6 +6,7 @@ import shutil
 import string
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -14,6 +15,7 @@ import yaml
 from specs import LAUNCH, VALUES
 
 from ingot.errors import ConfigError
+from ingot.launch.array import render_array, render_last
 from ingot.launch.kubernetes import check_manifest
 from ingot.launch.kubernetes import render as render_manifest
 from ingot.launch.slurm import render as render_script
@@ -33,7 +35,7 @@ OPTIONS = {
     "reservation", "constraint", "exclude",
 }  # fmt: skip
 PREAMBLE_END = "set -euo pipefail"
-SHOW = 'printf "%s\\0" "$RUN" "$LAUNCH" "$PYTHON" "$NODES" "${SRUN[@]}"'
+SHOW = 'printf "%s\\0" "$RUN" "$LAUNCH" "$PYTHON" "$NODES" "$IMAGE" "$STAGE" "${SRUN[@]}"'
 
 
 def put(field: str, value: str) -> Iterator[dict[str, Any]]:
@@ -51,10 +53,11 @@ def put(field: str, value: str) -> Iterator[dict[str, Any]]:
 def accepted(field: str, values: list[str]) -> list[LaunchSpec]:
     """Those specs that are not refused in the way of a user's error."""
     found = []
+    base = VALUES | ({"image": "/apps/ingot.sqsh"} if field == "stage" else {})
     for value in values:
         for changes in put(field, value):
             try:
-                found.append(make_spec(VALUES | changes))
+                found.append(make_spec(base | changes))
             except ConfigError:
                 continue
     return found
@@ -62,11 +65,11 @@ def accepted(field: str, values: list[str]) -> list[LaunchSpec]:
 
 def rendered(spec: LaunchSpec, turn: int) -> Iterator[tuple[str, str]]:
     """What Slurm and, by turns, one kind of Kubernetes make of it, unless they refuse."""
-    for kind in ("slurm", ("jobset", "trainjob", "pytorchjob")[turn % 3]):
-        try:
-            yield kind, render_script(spec) if kind == "slurm" else render_manifest(spec, kind, LAUNCH)  # type: ignore[arg-type]
-        except ConfigError:
-            continue
+    with suppress(ConfigError):
+        yield "slurm", (render_script, render_array, render_last)[turn % 3](spec)
+    kind = ("jobset", "trainjob", "pytorchjob")[turn % 3]
+    with suppress(ConfigError):
+        yield kind, render_manifest(spec, kind, LAUNCH)  # type: ignore[arg-type]
 
 
 def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
@@ -78,16 +81,18 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     assert lines[2 : 2 + len(options)] == options
     names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in options]
     assert len(set(names)) == len(names) and set(names) <= OPTIONS
-    assert len(lines) == 2 + len(options) + 6, head  # four values, a comment, the array
+    assert len(lines) == 2 + len(options) + 8, head  # six values, a comment, the array
     assert "\r" not in head
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     run = subprocess.run(["bash", "-c", head + SHOW], cwd=folder, capture_output=True, text=True, check=True)
-    run_folder, launch, _, nodes, *srun = run.stdout.split("\0")[:-1]
+    run_folder, launch, _, nodes, image, stage, *srun = run.stdout.split("\0")[:-1]
     assert (run_folder, launch, nodes) == (spec.run_folder, str(spec.folder), str(spec.nodes))
+    assert (image, stage) == (spec.image or "", spec.stage or "")
     if spec.image is not None:
-        assert f"--container-image={spec.image}" in srun
+        assert (f"--container-image={spec.image}" in srun) == (spec.stage is None)
         (mounts,) = [option.removeprefix("--container-mounts=") for option in srun if "mounts=" in option]
-        expected = [f"{spec.run_folder}:{spec.run_folder}", f"{spec.workdir}:{spec.workdir}", *spec.mounts]
+        folder = spec.run_folder if spec.verb == "train" else Path(spec.run_folder).parent
+        expected = [f"{folder}:{folder}", f"{spec.workdir}:{spec.workdir}", *spec.mounts]
         assert mounts.split(",") == list(dict.fromkeys(expected))
 
 
@@ -155,10 +160,12 @@ def test_shellcheck_finds_nothing_with_every_character_that_is_allowed(tmp_path:
         "reservation": "r@", "constraint": "a&b|[c*2]", "exclude": ["n[1-3],m"], "python": "/p_.+@=-/python3",
         "env": {"A": "$(x) `y` \"'"}, "secrets": ["HF_TOKEN"], "cpus_per_task": 8, "gpus_per_node": 8, "chain": 3, "spares": 1,
     }  # fmt: skip
+    staged = {"image": "/i_.+@-.sqsh", "stage": "/s_.+@=-"}
     files = []
-    for name, changes in {"odd": odd, "plain": {"image": None, "gpus_per_node": 0}}.items():
-        path = tmp_path / f"{name}.sh"
-        path.write_text(render_script(make_spec(VALUES | changes)))
-        files.append(str(path))
+    for name, changes in {"odd": odd, "staged": staged, "plain": {"image": None, "gpus_per_node": 0}}.items():
+        for render in (render_script, render_array, render_last):
+            path = tmp_path / f"{name}-{render.__name__}.sh"
+            path.write_text(render(make_spec(VALUES | changes)))
+            files.append(str(path))
     done = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from cluster import Cluster, cluster
 from specs import spec
 from test_slurm import Launched
 
-from ingot.launch.allreduce import chosen_transport, fallback
 from ingot.launch.blame import (
     Problem,
     clock_offsets,
@@ -26,7 +26,7 @@ from ingot.launch.blame import (
     spoilers,
     wrong_clocks,
 )
-from ingot.launch.examine import gpu_problem, resolve
+from ingot.launch.examine import gpu_problem, nvlink_problem, resolve
 from ingot.launch.ladder import read_failures
 from ingot.launch.preflight import AskedToStop, Preflight
 
@@ -94,7 +94,7 @@ def test_a_node_with_other_code_is_named(cluster: Cluster, tmp_path: Path) -> No
 def test_a_clock_half_a_minute_ahead_is_named(cluster: Cluster, tmp_path: Path) -> None:
     """F29."""
     done = doctor(cluster, tmp_path, node="n2", kind="clock")
-    assert done.returncode and "FAIL  n2: the clock is 3" in done.stdout and "ahead" in done.stdout, done.stdout
+    assert done.returncode and re.search(r"FAIL  n2: the clock is (29|3\d)\.\d s ahead", done.stdout), done.stdout
 
 
 def test_a_node_that_says_nothing_is_named(cluster: Cluster, tmp_path: Path) -> None:
@@ -247,31 +247,13 @@ def test_gpus_are_judged_by_what_nvidia_smi_says(answer: str, says: str) -> None
     assert found.startswith(says) and bool(found) == bool(says)
 
 
-@pytest.mark.parametrize(
-    ("log", "transport"),
-    [
-        ("n1:7:7 [0] NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)\nNCCL INFO Using network AWS Libfabric",
-         "efa"),
-        ("NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)\nNCCL INFO Using network Libfabric\n"
-         "NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/Libfabric/0/GDRDMA", "efa"),
-        ("NCCL INFO NET/OFI Selected Provider is tcp;ofi_rxm (found 1 nics)\nNCCL INFO Using network AWS Libfabric",
-         "tcp"),
-        ("NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.4<0>\nNCCL INFO Using network IB\n"
-         "NCCL INFO Channel 00/0 : 1[1] -> 8[0] [send] via NET/IB/0/GDRDMA", "ib"),
-        ("NCCL INFO NET/Plugin: Could not find: libnccl-net.so\nNCCL INFO NET/IB : No device found.\n"
-         "NCCL INFO NET/Socket : Using [0]eth0:10.0.0.4<0>\nNCCL INFO Using network Socket\n"
-         "NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0", "socket"),
-        ("NCCL INFO cudaDriverVersion 12080", ""),
-    ],
-)  # fmt: skip
-def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
-    assert chosen_transport(log) == transport
-
-
-def test_a_silent_fall_back_to_sockets_is_an_error_that_names_what_was_expected() -> None:
-    assert "must talk through efa and its log says socket" in fallback("efa", "socket")
-    assert "must talk through ib" in fallback("ib", "")
-    assert not fallback("efa", "efa") and not fallback("socket", "ib") and not fallback("gloo", "")
+def test_an_nvlink_that_is_down_is_named() -> None:
+    whole = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-a)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    other = whole.replace("GPU 0", "GPU 1")
+    assert (
+        nvlink_problem("") == nvlink_problem(whole + other) == nvlink_problem("GPU 0: NVIDIA L4 (UUID: GPU-a)\n") == ""
+    )
+    assert "GPU 1 link 1" in nvlink_problem(whole + other.replace("Link 1: 26.562 GB/s", "Link 1: <inactive>"))
 
 
 def test_a_name_that_nobody_knows_is_told_from_one_that_means_this_machine() -> None:

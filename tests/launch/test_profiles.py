@@ -4,6 +4,7 @@ After a change that is meant: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_pro
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from ingot.launch.kubernetes import render as render_manifest
 from ingot.launch.place import place_training
 from ingot.launch.profiles import DEFAULTS_VARIABLE, find_profile, profile_names
 from ingot.launch.slurm import render as render_script
+from ingot.launch.submit import scripts
 
 GOLDEN = Path(__file__).parent / "golden"
-BACK_ENDS = ("slurm", "jobset", "trainjob", "pytorchjob")
+BACK_ENDS = ("slurm", "prepare", "jobset", "trainjob", "pytorchjob")
 NEEDED = ("aws-p4d", "aws-p5", "aws-p5en", "aws-g6", "azure-ndv4", "azure-ndv5", "infiniband", "tcp", "cpu")
 RUN = ["mpt-125m", "data=/data/c4", "save_folder=/data/runs/x"]
 
@@ -28,12 +30,26 @@ def test_rendered_as_agreed(profile: str, back_end: str) -> None:
     if back_end == "slurm":
         squash = {"image": "/apps/ingot.sqsh", "mounts": ["/data:/data"], "partition": "gpu", "chain": 3, "spares": 1}
         text = render_script(chosen.model_copy(update=squash))
+    elif back_end == "prepare":
+        changes = {"verb": "prepare", "gpus_per_node": 0, "image": "/apps/ingot.sqsh", "stage": "/nvme/images"}
+        text = "\n".join(scripts(chosen.model_copy(update=changes)).values())
     else:
         text = render_manifest(chosen, back_end, LAUNCH)  # type: ignore[arg-type]
     path = GOLDEN / f"{profile}-{back_end}.txt"
     if os.environ.get("INGOT_UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8"), f"{path} differs; see the head of this file"
+
+
+@pytest.mark.parametrize("profile", profile_names())
+def test_a_container_is_told_every_variable_that_is_set(profile: str) -> None:
+    """Those of the image would win otherwise: what the script exports, the profile, the user and the secrets set."""
+    chosen = spec(profile=profile, image="/apps/ingot.sqsh", env={"MY_OWN": "1"}, secrets=["HF_TOKEN"])
+    text = render_script(chosen)
+    (names,) = re.findall(r"--container-env=([A-Za-z0-9_,]+)", text)
+    exported = {name for line in re.findall(r"^ *export (.*)$", text, re.M) for name in re.findall(r"(\w+)=", line)}
+    assert exported >= {"MASTER_ADDR", "MASTER_PORT", "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"}
+    assert set(names.split(",")) == exported | {"MY_OWN", "HF_TOKEN"} | set(find_profile(profile).variables)
 
 
 def test_no_golden_file_is_left_without_its_profile() -> None:

@@ -1,6 +1,7 @@
 """Claims about the model itself, for every family; that it equals the published ones is test_hf_parity's claim."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -178,6 +179,87 @@ def test_qk_ln_normalises_over_the_whole_width() -> None:
     model = make(family="llama", n_kv_heads=2, qk_ln=True)
     assert model.blocks[0].attn.q_norm.weight.shape == (48,)
     assert model.blocks[0].attn.k_norm.weight.shape == (16,)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_qk_ln_of_heads_is_megatrons(norm: str) -> None:
+    model, tokens = make(family="gpt3", positions="rotary", n_kv_heads=2, qk_ln="heads", norm=norm), batch()
+    attention, x = model.blocks[0].attn, torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(3))
+    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (8,)
+    given: dict[str, Tensor] = {}
+    tables = rotary_tables(model.config, torch.arange(40))
+    attention(x, tables, lambda q, k, v, dropout: given.update(q=q, k=k) or q)
+    mixed = attention.qkv(x).view(2, 40, 2, 5, 8)  # for each group its three queries, its key, its value
+    for name, own, part in (("q", attention.q_norm, mixed[..., :3, :]), ("k", attention.k_norm, mixed[..., 3:4, :])):
+        centred = part - part.mean(-1, keepdim=True) if norm == "layernorm" else part
+        normal = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * own.weight
+        normal = normal + own.bias if norm == "layernorm" else normal
+        expected = rotate(normal.flatten(2, 3).transpose(1, 2), tables)
+        assert torch.allclose(given[name], expected, atol=1e-5)
+    assert model(tokens).isfinite().all()
+
+
+def test_norms_may_keep_their_biases_where_linear_layers_have_none() -> None:
+    names = [name for name in make(no_bias=True, norm_bias=True).state_dict() if name.endswith("bias")]
+    assert names and all("norm" in name for name in names)
+    assert not any("norm" in n for n in make(norm_bias=False).state_dict() if n.endswith("bias"))
+    with pytest.raises(ValueError, match="rmsnorm has no bias"):
+        ModelConfig(norm="rmsnorm", norm_bias=True)
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+EOS = 7
+
+
+def packed(rows: int = 2) -> tuple[Tensor, list[list[slice]]]:
+    """Rows of several documents, each of which ends with EOS but the last; one has a single token."""
+    tokens = batch(rows)
+    tokens[tokens == EOS] = EOS + 1
+    ends = [[9, 10, 30], [17, 39]][:rows]
+    for row, places in enumerate(ends):
+        tokens[row, places] = EOS
+    edges = [[0, *(place + 1 for place in places), 40] for places in ends]
+    return tokens, [[slice(a, b) for a, b in pairwise(row) if b > a] for row in edges]
+
+
+@every_family
+def test_documents_in_one_sequence_are_as_if_each_stood_alone(family: str) -> None:
+    apart = {"eos_token_id": EOS, "document_mask": True, "document_positions": True}
+    model, alone = make(**FAMILIES[family], **apart), make(**FAMILIES[family])
+    tokens, documents = packed()
+    logits = model(tokens)
+    for row, slices in enumerate(documents):
+        for part in slices:
+            assert torch.allclose(logits[row, part], alone(tokens[row : row + 1, part])[0], atol=2e-5)
+    labels = torch.roll(tokens, -1, 1)
+    for recompute in (None, "full"):
+        model.recompute = recompute
+        model.zero_grad()
+        model.train()(tokens, labels=labels).backward()
+        alone.zero_grad()
+        for row, slices in enumerate(documents):
+            for part in slices:
+                alone.train()(tokens[row : row + 1, part], labels=labels[row : row + 1, part]).backward()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine.grad, other.grad, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_masks_and_positions_of_documents_are_two_things() -> None:
+    tokens, documents = packed()
+    third, changed = documents[0][2], tokens.clone()
+    changed[0, :9] = tokens[0, :9].flip(0)  # the first document, but for its end
+    for mask in (True, False):
+        model = make(family="gpt3", eos_token_id=EOS, document_mask=mask)
+        assert torch.equal(model(tokens)[0, third], model(changed)[0, third]) is mask
+    moved = make(family="gpt3", eos_token_id=EOS, document_positions=True)
+    with torch.no_grad():
+        moved.wpe.weight[30:] = float("nan")  # no document is that long
+    assert moved(tokens).isfinite().all()
+    with pytest.raises(ValueError, match="say which token ends a document"):
+        ModelConfig(document_mask=True)
 
 
 @torch.no_grad()

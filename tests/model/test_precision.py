@@ -1,5 +1,7 @@
 """Narrow weights, 8-bit products and the fast GELU: what they promise, shown on the CPU."""
 
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,8 +16,9 @@ from ingot.model.narrow import NarrowLinear
 CPU = torch.device("cpu")
 
 
-def train(narrow: bool, compiled: bool) -> tuple[list[float], list[Tensor]]:
+def train(narrow: bool, compiled: bool, recompute: str | None = None) -> tuple[list[float], list[Tensor]]:
     model = build_model(ModelConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=200, max_seq_len=32), 1, CPU)
+    model.recompute = recompute
     if narrow:
         model.use_precision("bf16", CPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -36,8 +39,8 @@ def train(narrow: bool, compiled: bool) -> tuple[list[float], list[Tensor]]:
 
 def test_narrow_weights_train_to_the_same_bits_as_autocast() -> None:
     losses, weights = train(narrow=False, compiled=False)
-    for compiled in (False, True):
-        narrow_losses, narrow_weights = train(narrow=True, compiled=compiled)
+    for compiled, recompute in product((False, True), (None, "full", "selective")):
+        narrow_losses, narrow_weights = train(narrow=True, compiled=compiled, recompute=recompute)
         assert narrow_losses == losses
         assert all(torch.equal(a, b) for a, b in zip(weights, narrow_weights, strict=True))
 

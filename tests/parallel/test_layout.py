@@ -53,6 +53,14 @@ def test_an_impossible_layout_is_refused_with_the_nearest_that_work(
     assert problem in str(caught.value) and hint in str(caught.value)
 
 
+@pytest.mark.parametrize("axis", ["context", "pipeline"])
+def test_documents_are_kept_apart_only_where_whole_sequences_are(axis: str) -> None:
+    apart = MODEL.model_copy(update={"eos_token_id": 0, "document_mask": True})
+    with pytest.raises(ConfigError, match=r"model.document_mask .* need whole sequences in one stage"):
+        choose(4, apart, **{axis: 2})
+    assert choose(4, apart, tensor=2) == Layout(shard=2, tensor=2)
+
+
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -114,7 +122,13 @@ def test_auto_finds_a_layout_for_a_small_batch() -> None:
 @pytest.mark.parametrize("recipe", ["gpt3-125m", "mpt-7b", "llama-8b", "pythia-1b"])
 def test_the_estimate_counts_every_parameter(recipe: str) -> None:
     model = load_config(RunConfig, [recipe, "data=x"]).model
-    for more in ({}, {"qk_ln": True}, {"no_bias": True}, {"n_kv_heads": 1}):
+    for more in (
+        {},
+        {"qk_ln": True},
+        {"no_bias": True},
+        {"n_kv_heads": 1},
+        {"qk_ln": "heads", "no_bias": True, "norm_bias": model.norm != "rmsnorm"},
+    ):
         m = model.model_copy(update=more)
         assert m.n_layers * block_parameters(m) + end_parameters(m) == parameter_count(m)
 

@@ -15,7 +15,7 @@ from ingot.report.metrics_file import read_rows
 BASE = [
     "model.d_model=32", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=321", "model.vocab_multiple=64",
     "model.init=normal", "max_seq_len=32", "global_train_batch_size=8", "precision=fp32", "scheduler.t_warmup=2ba",
-    "optimizer.lr=0.01", "optimizer.eps=1e-5", "max_duration=20ba", "eval_interval=10ba",
+    "optimizer.lr=0.01", "optimizer.eps=1e-5", "max_duration=20ba", "eval_interval=10ba", "eval_subset_num_batches=2",
 ]  # fmt: skip
 FAMILIES = {
     "mpt": ["model.family=mpt", "model.positions=alibi", "model.no_bias=true"],
@@ -61,6 +61,9 @@ UNPADDED = ["model.vocab_size=322", "model.vocab_multiple=1"]  # Hugging Face kn
 LION = ["optimizer.name=lion", "optimizer.lr=0.0003", "optimizer.weight_decay=1e-4", "max_duration=6ba"]
 MUON = ["optimizer.name=muon", "optimizer.lr=0.003", "max_duration=6ba", "data.eval=null"]
 HEADS = ["model.qk_ln=true", "max_duration=6ba", "data.eval=null"]
+EACH_HEAD = ["model.qk_ln=heads", "model.norm_bias=true", "model.no_bias=true", "max_duration=6ba", "data.eval=null"]
+APART = ["model.eos_token_id=5", "model.document_mask=true", "model.document_positions=true", "mask_eos_loss=true",
+         "max_duration=6ba"]  # fmt: skip
 FP16 = ["precision=fp16", "max_duration=6ba", "data.eval=null"]
 MASKS = ["model.resid_pdrop=0.2", "model.emb_pdrop=0.2", "max_duration=6ba", "data.eval=null", "scheduler.t_max=6ba"]
 ONE_PROCESS = {
@@ -71,6 +74,8 @@ ONE_PROCESS = {
     "lion-one": ["llama", *LION],
     "muon-one": ["llama", *MUON],
     "heads-one": ["gpt3", *HEADS],
+    "each-head-one": ["gpt3", *EACH_HEAD],
+    "apart-one": ["gpt3", *APART],
     "fp16-one": ["gpt3", *FP16],
     "moved": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=10ba"],
 }
@@ -96,6 +101,9 @@ TWO_PROCESSES = {  # started together, once, for all the tests below
     "muon-fsdp": ["llama", FSDP, *MUON],
     "muon-tensor": ["llama", TP, *MUON],
     "heads-tensor": ["gpt3", TP, *HEADS],
+    "each-head-tensor": ["gpt3", TP, *EACH_HEAD],
+    "apart-tensor": ["gpt3", TP, *APART],
+    "apart-fsdp": ["gpt3", FSDP, *APART],
     "fp16-fsdp": ["gpt3", FSDP, *FP16],
     "fp16-pipeline": ["gpt3", PP, *FP16],
     "masks": ["gpt3", FSDP, *MASKS],
@@ -170,7 +178,13 @@ def test_muon_orthogonalises_whole_matrices_however_they_are_cut(runs: Path) -> 
 
 
 def test_norms_over_all_heads_are_the_same_when_heads_are_spread(runs: Path) -> None:
-    assert relative(losses(runs / "heads-one"), losses(runs / "heads-tensor")) <= 1e-5
+    for name in ("heads", "each-head"):
+        assert relative(losses(runs / f"{name}-one"), losses(runs / f"{name}-tensor")) <= 1e-5, name
+
+
+def test_documents_are_kept_apart_when_spread(runs: Path) -> None:
+    for name in ("apart-tensor", "apart-fsdp"):
+        assert relative(losses(runs / "apart-one"), losses(runs / name)) <= 1e-5, name
 
 
 def test_fp16_scales_alike_on_all_processes_and_stays_near_one(runs: Path) -> None:

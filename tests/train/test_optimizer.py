@@ -10,7 +10,7 @@ from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
 from ingot.train.config import OptimizerConfig
-from ingot.train.optimizer import Optimizer
+from ingot.train.optimizer import Optimizer, orthogonal, orthogonal_in_stacks
 
 CONFIG = ModelConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=11, max_seq_len=8)
 
@@ -103,6 +103,18 @@ def test_a_muon_update_is_nearly_orthogonal() -> None:
     update = (start[name] - dict(model.named_parameters())[name]).double()
     values = torch.linalg.svdvals(update) / (0.01 * 0.2 * math.sqrt(16))  # scaled to AdamW's root mean square
     assert values.min() > 0.5 and values.max() < 1.5
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muon_gives_the_same_for_matrices_in_stacks_as_one_by_one(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.train.optimizer.STACK_ELEMENTS", 3 * shape[0] * shape[1])  # stacks of 3, 3 and 1
+    matrices = [torch.randn(shape, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n - 3) for n in range(7)]
+    together = list(orthogonal_in_stacks(iter(matrices)))
+    assert len(together) == 7
+    for matrix, found in zip(matrices, together, strict=True):
+        torch.testing.assert_close(found, orthogonal(matrix), rtol=1e-5, atol=1e-6)
 
 
 def test_muon_is_torchs_own() -> None:

@@ -48,6 +48,12 @@ def _needs(config: ModelConfig, name: str) -> list[tuple[str, bool, str]]:
     default_scale = c.softmax_scale is None or math.isclose(c.softmax_scale, c.head_width**-0.5)
     needs = [
         ("qk_ln", not c.qk_ln, "does not normalise queries and keys"),
+        ("sliding_window", c.sliding_window is None, "attends to all that came before"),
+        (
+            "norm_bias",
+            c.norm_bias is None or c.has_norm_bias == (name in (GPT2, NEOX)),
+            f"has {'biases' if name in (GPT2, NEOX) else 'none'} in its norms",
+        ),
         ("parallel_residual", not c.parallel_residual or name == NEOX, "runs attention before the MLP"),
         ("clip_qkv", c.clip_qkv is None or name == MPT, "does not clip"),
         ("softmax_scale", default_scale or name == MPT, "scales by 1/sqrt(head_dim)"),

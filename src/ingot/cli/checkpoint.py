@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ingot.checkpoint.manifest import Manifest
     from ingot.checkpoint.remote import Place
 
-checkpoint_app = typer.Typer(help="List, verify, show, copy and consolidate checkpoints.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="List, verify, show, size, copy and consolidate checkpoints.", no_args_is_help=True)
 Where = Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="Run folder, checkpoint, or the URL of either.")]
 Step = Annotated[int | None, typer.Option(help="One of several. Default: the newest.")]
 
@@ -90,6 +90,26 @@ def show(
             rows.append([section, name, entry.dtype, "x".join(map(str, entry.shape)), size, str(len(entry.chunks))])
     if tensors:
         _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)
+
+
+@checkpoint_app.command("size")
+def size(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...", help="Runs, one each.")]) -> None:
+    """How large checkpoints will be, before there are any.
+
+    Example: ingot checkpoint size mpt-30b mpt-70b
+    """
+    from ingot.config.load import load_config
+    from ingot.parallel.config import Layout
+    from ingot.parallel.fit import memory_needs
+    from ingot.train.config import RunConfig
+
+    rows = []
+    for recipe in recipes:
+        config = load_config(RunConfig, [recipe])
+        needs = memory_needs(config.model, Layout(), config.parallel, config.work)
+        sizes = [f"{count / 2**30:,.1f} GiB" for count in (needs.weights, needs.saved)]
+        rows.append([recipe, f"{needs.weights / 4:,.0f}", *sizes])
+    _print(["recipe", "parameters", "weights only", "with training state"], rows)
 
 
 @checkpoint_app.command("copy")

@@ -2,17 +2,20 @@
 
 import shlex
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ingot.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ingot.launch.spec import LaunchSpec
+
 # options that go into the spec as they are named
-FIELDS = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "image", "mounts", "profile", "name", "time",
-          "partition", "account", "qos", "constraint", "exclude", "reservation", "chain", "spares", "signal_seconds",
-          "preflight", "env", "secret")  # fmt: skip
+FIELDS = ("nodes", "gpus_per_node", "processes_per_node", "cpus_per_task", "image", "stage", "mounts", "profile",
+          "name", "time", "partition", "account", "qos", "constraint", "exclude", "reservation", "chain", "spares",
+          "signal_seconds", "preflight", "env", "secret")  # fmt: skip
 launch_app = typer.Typer(help="Run on a cluster, and back after every fault.", no_args_is_help=True)
 
 Arguments = Annotated[
@@ -25,6 +28,7 @@ Gpus = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs per node
 Processes = Annotated[int | None, typer.Option("--processes-per-node", help="Default: one per GPU, or one.")]
 Cpus = Annotated[int | None, typer.Option("--cpus-per-task", help="Cores of each node's task.")]
 Image = Annotated[str | None, typer.Option("--image", "-i", help="Container image: IMAGE.sqsh or a registry name.")]
+Stage = Annotated[str | None, typer.Option("--stage", help="Folder of the nodes' own to copy IMAGE.sqsh to first.")]
 Mounts = Annotated[list[str] | None, typer.Option("--mounts", "-m", help="SOURCE:TARGET, several by commas.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="Cluster profile; see `ingot launch profiles`.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the job. Default: the run's.")]
@@ -32,6 +36,14 @@ Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE on the 
 Secret = Annotated[list[str] | None, typer.Option("--secret", help="Variable to pass on by name; written nowhere.")]
 Preflight = Annotated[bool | None, typer.Option(help="Check the nodes before each attempt.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print script and spec; touch nothing.")]
+Time = Annotated[str | None, typer.Option("--time", "-t", help="Limit of one job, such as 24:00:00.")]
+Partition = Annotated[str | None, typer.Option("--partition", "-p", help="Slurm partition.")]
+Account = Annotated[str | None, typer.Option("--account", "-A", help="Slurm account.")]
+Qos = Annotated[str | None, typer.Option("--qos", help="Slurm quality of service.")]
+Constraint = Annotated[str | None, typer.Option("--constraint", "-C", help="Node features.")]
+Exclude = Annotated[list[str] | None, typer.Option("--exclude", "-x", help="Nodes not to use.")]
+Reservation = Annotated[str | None, typer.Option("--reservation", help="Slurm reservation.")]
+SignalSeconds = Annotated[int | None, typer.Option(help="Ask to save so long before the limit.")]
 Dialect = Annotated[str | None, typer.Option(help="Whose keys the files have: foundry, neox, megatron.")]
 
 
@@ -53,7 +65,18 @@ def run_arguments(arguments: list[str] | None, config: str | None, updates: str 
     return found
 
 
-@launch_app.command("slurm")
+class SlurmCommand(TyperCommand):
+    """A preparation has options of its own: those of `ingot prepare`."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if args[:1] != ["prepare"]:
+            return super().make_context(info_name, args, parent, **extra)
+        from ingot.cli.launch_prepare import command
+
+        return command().make_context("slurm prepare", args[1:], parent, **extra)
+
+
+@launch_app.command("slurm", cls=SlurmCommand)
 def slurm(
     arguments: Arguments = None,
     config: Config = None,
@@ -63,19 +86,20 @@ def slurm(
     processes_per_node: Processes = None,
     cpus_per_task: Cpus = None,
     image: Image = None,
+    stage: Stage = None,
     mounts: Mounts = None,
     profile: ProfileName = None,
     name: Name = None,
-    time: Annotated[str | None, typer.Option("--time", "-t", help="Limit of one job, such as 24:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", "-p", help="Slurm partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", "-A", help="Slurm account.")] = None,
-    qos: Annotated[str | None, typer.Option("--qos", help="Slurm quality of service.")] = None,
-    constraint: Annotated[str | None, typer.Option("--constraint", "-C", help="Node features.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", "-x", help="Nodes not to use.")] = None,
-    reservation: Annotated[str | None, typer.Option("--reservation", help="Slurm reservation.")] = None,
+    time: Time = None,
+    partition: Partition = None,
+    account: Account = None,
+    qos: Qos = None,
+    constraint: Constraint = None,
+    exclude: Exclude = None,
+    reservation: Reservation = None,
     chain: Annotated[int | None, typer.Option("--chain", help="Jobs queued at once, one after another.")] = None,
     spares: Annotated[int | None, typer.Option("--spares", help="Nodes that step in for a failed one.")] = None,
-    signal_seconds: Annotated[int | None, typer.Option(help="Ask to save so long before the limit.")] = None,
+    signal_seconds: SignalSeconds = None,
     preflight: Preflight = None,
     env: Env = None,
     secret: Secret = None,
@@ -86,20 +110,27 @@ def slurm(
 
     Example: ingot launch slurm mpt-30b data=/fsx/c4 save_folder=/fsx/runs/30b -N 16 -p gpu -i /apps/ingot.sqsh
     --mounts /fsx:/fsx --profile azure-ndv5 --time 24:00:00 --chain 5
+
+    `ingot launch slurm prepare --help`: a preparation, divided over jobs.
     """
     from ingot.launch.place import place_training
-    from ingot.launch.slurm import render
-    from ingot.launch.submit import submit_to_slurm
 
     given = {key: value for key, value in locals().items() if key in FIELDS}
     spec, notes = place_training(run_arguments(arguments, config, updates), common_options(given), dialect)
+    hand_over(spec, notes, dry_run)
+
+
+def hand_over(spec: "LaunchSpec", notes: list[str], dry_run: bool) -> None:
+    """Submit, or print what would be."""
+    from ingot.launch.submit import scripts, submit_to_slurm
+
     for note in notes:
         print(note, file=sys.stderr)
     if dry_run:
-        print(render(spec) + f"\n# {spec.folder}/spec.json\n" + spec.model_dump_json(indent=1))
+        print("\n".join(scripts(spec).values()) + f"\n# {spec.folder}/spec.json\n" + spec.model_dump_json(indent=1))
         return
     job = submit_to_slurm(spec)
-    print(f"job {job.id}; follow it with `ingot status {spec.run_folder}` and `ingot logs -f {spec.run_folder}`")
+    print(f"job {job}; follow it with `ingot status {spec.run_folder}` and `ingot logs -f {spec.run_folder}`")
 
 
 @launch_app.command("profiles")
@@ -126,17 +157,28 @@ def profiles(
 
 
 @launch_app.command("resume")
-def resume(run: Annotated[Path, typer.Argument(help="Run folder.")], dry_run: DryRun = False) -> None:
-    """Submit a run again as it was launched, without the nodes that failed; it continues from its last checkpoint.
+def resume(
+    run: Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="Run folder, or id of a job.")],
+    dry_run: DryRun = False,
+) -> None:
+    """Launch a run again as it was, without the nodes that failed; it continues from its last checkpoint.
 
     Example: ingot launch resume runs/mpt-30b
     """
-    from ingot.launch.slurm import render
-    from ingot.launch.submit import again, submit_to_slurm
+    from ingot.cli.launch_local import run_here
+    from ingot.launch.kubernetes import launch_id, render
+    from ingot.launch.status import find_run
+    from ingot.launch.submit import again, kept_files, submit_to_kubernetes
 
-    spec = again(run.absolute())
-    if dry_run:
-        print(render(spec))
-        return
-    job = submit_to_slurm(spec)
-    print(f"job {job.id}; follow it with `ingot status {spec.run_folder}`")
+    folder = find_run(run).absolute()
+    spec, back_end = again(folder)
+    if back_end == "slurm":
+        hand_over(spec, [], dry_run)
+    elif back_end == "local":
+        run_here(spec, dry_run)
+    else:
+        kind, files = back_end.rpartition("/")[2], kept_files(folder)
+        if dry_run:
+            print(render(spec, kind, launch_id(), files), end="")  # type: ignore[arg-type]  # written down by us
+        else:
+            print(submit_to_kubernetes(spec, kind, files)[1])  # type: ignore[arg-type]

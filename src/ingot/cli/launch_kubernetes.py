@@ -1,7 +1,6 @@
 """`ingot launch kubernetes`"""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,8 +64,8 @@ def kubernetes(
     --image registry.example/ingot:0.1.0 --mounts fsx:/data --queue research --apply
     """
     from ingot.launch import kubernetes as back_end
-    from ingot.launch.jobs import add_job
     from ingot.launch.place import place_training
+    from ingot.launch.submit import submit_to_kubernetes
 
     given = {key: value for key, value in locals().items() if key in (*FIELDS, *OWN)}
     if kind not in KINDS:
@@ -78,14 +77,9 @@ def kubernetes(
     spec, files = back_end.fit_to_pods(spec)
     for note in notes:
         print(note, file=sys.stderr)
-    launch = back_end.launch_id()
-    text = back_end.render(spec, kind, launch, files)  # type: ignore[arg-type]  # checked above
     if not apply:
-        print(text, end="")
+        print(back_end.render(spec, kind, back_end.launch_id(), files), end="")  # type: ignore[arg-type]  # checked above
         return
-    print(back_end.apply(text))
-    job = back_end.object_name(spec, launch)
-    if Path(spec.run_folder).is_dir():  # the volume may be out of sight here
-        spec.write()
-        add_job(Path(spec.run_folder), f"kubernetes/{spec.namespace}/{kind}", job)
+    job, said = submit_to_kubernetes(spec, kind, files)  # type: ignore[arg-type]
+    print(said)
     print(f"follow it with `kubectl -n {spec.namespace} get {kind},pods -l {back_end.INSTANCE}={job}`")

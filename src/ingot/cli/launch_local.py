@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,6 +23,9 @@ from ingot.cli.launch import (
     run_arguments,
 )
 
+if TYPE_CHECKING:
+    from ingot.launch.spec import LaunchSpec
+
 
 def local(
     arguments: Arguments = None,
@@ -40,23 +44,27 @@ def local(
 
     Example: ingot launch local mpt-125m data=./my-copy-c4 --profile cpu --processes-per-node 2
     """
-    from ingot.cli.train import fitting_microbatch
-    from ingot.config.load import load_config
-    from ingot.launch.jobs import add_job
-    from ingot.launch.local import run_processes
-    from ingot.launch.node import Node
     from ingot.launch.place import place_training
-    from ingot.launch.worker import Worker
-    from ingot.train.config import RunConfig
 
     if gpus_per_node is None:  # those of this machine, not of the profile's
         gpus_per_node = len(list(Path("/dev").glob("nvidia[0-9]*")))
     given = {"nodes": 1, "gpus_per_node": gpus_per_node, "processes_per_node": processes_per_node, "profile": profile,
              "name": name, "env": env, "secret": secret, "mounts": None}  # fmt: skip
-    found = run_arguments(arguments, config, updates)
-    spec, notes = place_training(found, common_options(given), dialect)
+    spec, notes = place_training(run_arguments(arguments, config, updates), common_options(given), dialect)
     for note in notes:
         print(note, file=sys.stderr)
+    run_here(spec, dry_run)
+
+
+def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
+    """Run a spec on this machine; ends the command."""
+    from ingot.cli.train import fitting_microbatch
+    from ingot.launch.examine import config_of
+    from ingot.launch.jobs import add_job
+    from ingot.launch.local import run_processes
+    from ingot.launch.node import Node
+    from ingot.launch.worker import Worker
+
     if dry_run:
         print(spec.model_dump_json(indent=1))
         return
@@ -64,7 +72,8 @@ def local(
     run = Path(spec.run_folder)
     add_job(run, "local", str(os.getpid()))
     os.environ.update(Worker(spec, os.environ).variables())
-    batch = load_config(RunConfig, found, dialect=dialect).global_train_batch_size
+    os.chdir(spec.workdir)  # of the command that was first given
+    batch = config_of(spec).global_train_batch_size
     node = Node(spec.processes, spec.processes)
     command = [spec.verb, *spec.arguments]
     raise typer.Exit(run_processes(command, node, run, lambda size: fitting_microbatch(size, batch)))

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,6 +143,9 @@ def prepare(
     ] = "stop",
     engine: Annotated[str, typer.Option("--engine", help="auto, gigatoken or hf.")] = "auto",
     reprocess: Annotated[bool, typer.Option("--reprocess", help="Remove an earlier result and begin anew.")] = False,
+    share: Annotated[
+        str | None, typer.Option("--share", help="K/N: one of N processes, K from 0; one without it ends the work.")
+    ] = None,
     max_document_bytes: Annotated[
         int, typer.Option("--max_document_bytes", help="Longest line or text taken for one document.")
     ] = 1 << 26,
@@ -159,21 +163,10 @@ def prepare(
     from ingot.data.input_files import hub_source
     from ingot.data.prepare import prepare as run
 
-    if bool(path) == bool(dataset):
-        raise DataError("give either --path with files, or --dataset with the name of a hub data set")
-    if (out_root is None) == (output_prefix is None):
-        raise DataError("give either --out_root, or --output_prefix for Megatron's files")
-    if dataset_impl != "mmap":
-        raise DataError(f"--dataset_impl {dataset_impl}: only mmap is written, which all readers know")
-    if format == "mds" and output_prefix:
-        raise DataError("--output_prefix names Megatron's files; for --format mds give --out_root")
-    if use_tokenizer_eos and eos_text is not None:
-        raise DataError("--use_tokenizer_eos and --eos_text contradict each other; give one")
+    splits = check_options(locals())
     if output_prefix and not append_eod and eos_text is None and not use_tokenizer_eos:
         eos_text = ""  # Megatron and NeoX end documents only when asked to
-    splits = [s for item in split or ["train"] for s in re.split(r"[,\s]+", item) if s]
-    if output_prefix is not None and len(splits) > 1:
-        raise DataError("--output_prefix takes one split; call it once for each")
+    part = _share(share) if share else None
     for name in splits:
         report = run(
             [hub_source(dataset, data_subset, name)] if dataset else path or [],
@@ -197,10 +190,15 @@ def prepare(
             on_error=on_error,
             engine=engine,
             reprocess=reprocess,
+            share=part,
             max_document_bytes=max_document_bytes,
             max_expansion=max_expansion,
         )
-        _print_summary(name, report)
+        if part:
+            text = report.splits[name]
+            print(f"{text.folder}: share {share} is done: {text.documents:,} documents, {text.bytes:,} bytes of text")
+        else:
+            _print_summary(name, report)
 
 
 def _tokenizer(name: str | None, kind: str | None, vocab: Path | None, merges: Path | None) -> Any:
@@ -223,6 +221,31 @@ def _tokenizer(name: str | None, kind: str | None, vocab: Path | None, merges: P
     return name if name is not None else vocab
 
 
+def check_options(given: Mapping[str, Any]) -> list[str]:
+    """Refuse options that cannot go together; gives the names of the splits."""
+    if bool(given["path"]) == bool(given["dataset"]):
+        raise DataError("give either --path with files, or --dataset with the name of a hub data set")
+    if (given["out_root"] is None) == (given["output_prefix"] is None):
+        raise DataError("give either --out_root, or --output_prefix for Megatron's files")
+    if given["dataset_impl"] != "mmap":
+        raise DataError(f"--dataset_impl {given['dataset_impl']}: only mmap is written, which all readers know")
+    if given["format"] == "mds" and given["output_prefix"]:
+        raise DataError("--output_prefix names Megatron's files; for --format mds give --out_root")
+    if given["use_tokenizer_eos"] and given["eos_text"] is not None:
+        raise DataError("--use_tokenizer_eos and --eos_text contradict each other; give one")
+    splits = [s for item in given["split"] or ["train"] for s in re.split(r"[,\s]+", item) if s]
+    if given["output_prefix"] is not None and len(splits) > 1:
+        raise DataError("--output_prefix takes one split; call it once for each")
+    return splits
+
+
+def _share(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    if not match:
+        raise DataError(f"--share {text}: give K/N, such as 0/3, 1/3 and 2/3 for three processes")
+    return int(match[1]), int(match[2])
+
+
 def _bytes(option: str, text: str) -> int:
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", text.lower())
     if not match:
@@ -232,11 +255,12 @@ def _bytes(option: str, text: str) -> int:
 
 def _print_summary(name: str, report: Any) -> None:
     split = report.splits[name]
-    rate = split.bytes / report.seconds / 1e6 if report.seconds else 0.0
+    seconds = report.seconds or 1e-9
+    rates = f"{split.documents / seconds:,.0f} docs/s, {split.bytes / seconds / 1e6:.1f} MB/s"
     about = "about " if split.is_estimate else ""
     print(f"{split.folder}: {about}{split.documents:,} documents, {about}{split.bytes:,} bytes of text, ", end="")
     print(f"{split.tokens:,} tokens" + (f", {split.samples:,} samples" if split.samples else ""), end="")
-    print(f" in {split.shards:,} shard{'s' * (split.shards != 1)}; {report.seconds:.1f} s, {rate:.1f} MB/s")
+    print(f" in {split.shards:,} shard{'s' * (split.shards != 1)}; {report.seconds:.1f} s, {rates}")
     if split.skipped or split.empty:
         print(f"left out: {split.skipped:,} bad records, {split.empty:,} empty documents")
         for line in split.bad_records:

@@ -47,9 +47,7 @@ def logs(
         time.sleep(0.5)
 
 
-def stop(
-    run: Run, now: Annotated[bool, typer.Option("--now", help="End at once instead of saving first.")] = False
-) -> None:
+def stop(run: Run, now: Annotated[bool, typer.Option("--now", help="End its jobs now, saved or not.")] = False) -> None:
     """Ask a run to save and end after its present step; the same command, or `ingot launch resume`, continues it.
 
     Example: ingot stop runs/mpt-30b

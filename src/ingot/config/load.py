@@ -172,11 +172,13 @@ def _translate(schema: type[BaseModel], command: Command) -> Translation:
     for override in (o for o in command.overrides if not o.startswith(MICROBATCH)):
         key, _, value = override.partition("=")
         key = key.lstrip("-").replace("-", "_") if dialect.name != "foundry" else key
+        if key in ("data_local", "data_remote") and f"${{{key}}}" not in OmegaConf.to_yaml(merged):
+            raise ConfigError(f"command line: no key of the files refers to ${{{key}}}; set train_loader.dataset.local")
         merged = _merge(merged, _read_override(f"{key}={value}", origins), f"command line: {override}")
     given = flatten(_resolve(merged, origins))
     others = tuple(other for other in DIALECTS.values() if other is not dialect)
     where = {key: origins.of(key) for key in given}
-    translation = Translation(dialect, given, where, frozenset(known_keys(schema)), others).run()
+    translation = Translation(dialect, given, where, others).run()
     for override in (o for o in command.overrides if o.startswith(MICROBATCH)):
         translation.put(MICROBATCH[:-1], _read_override(override, origins)[MICROBATCH[:-1]])
     return translation
@@ -186,7 +188,9 @@ def _underscored(source: Source) -> tuple[DictConfig, dict[str, str]]:
     """NeoX and Megatron take hyphens for underscores."""
     lines: dict[str, str] = {}
     content: dict[str, Any] = {}
-    for key, value in source.content.items():
+    raw = OmegaConf.to_container(source.content, resolve=False)
+    assert isinstance(raw, dict)
+    for key, value in raw.items():
         name = str(key).removeprefix("--").replace("-", "_")
         if name in content:
             raise ConfigError(f"{source.places[str(key)]}: {name} is already set at {lines[name]}")
@@ -200,8 +204,11 @@ def _read_source(path: Path) -> Source:
     if path.suffix in SCRIPTS:
         given, lines = read_words(read_script(path))
         return Source(path, OmegaConf.create(given), lines)
-    content = _read_yaml(path, places)
-    return Source(path, content, places.places)
+    content, lines = _read_yaml(path, places), places.places
+    if isinstance(arguments := content.pop("MODEL_ARGS", None), DictConfig):  # a test case of Megatron's own
+        lines = {key.removeprefix("MODEL_ARGS."): line for key, line in lines.items()}
+        content = _merge(content, arguments, str(path))
+    return Source(path, content, lines)
 
 
 def _read_yaml(path: Path, origins: Origins) -> DictConfig:
@@ -216,7 +223,8 @@ def _read_yaml(path: Path, origins: Origins) -> DictConfig:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ConfigError(f"{path}{line}: not valid {kind}: {error.problem}") from None
     except (OmegaConfBaseException, UnicodeDecodeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, DictConfig) or (node is not None and not isinstance(node, yaml.MappingNode)):

@@ -56,7 +56,7 @@ class Time:
         return self.value * SECONDS[self.unit]
 
     def __str__(self) -> str:
-        return f"{self.value:g}{self.unit}" if self.value < 1e6 else f"{self.value:.15g}{self.unit}"
+        return f"{self.value:.15g}{self.unit}"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:

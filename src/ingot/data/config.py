@@ -10,6 +10,32 @@ from ingot.config.schema import Section, impossible
 SIZE_UNITS = {u: 1000**i for i, u in enumerate(["", *"kmgt"])} | {f"{u}i": 1024**i for i, u in enumerate("kmgt", 1)}
 
 
+PARTS = ("train", "valid", "test")
+
+
+class DocumentsConfig(Section):
+    """A part of the documents of one PREFIX.bin and PREFIX.idx, cut as Megatron and GPT-NeoX cut them."""
+
+    split: str
+    """Shares of training, validation and test, such as 969,30,1, of the documents in the order of the file."""
+    part: Literal["train", "valid", "test"]
+    """The part to read."""
+    rule: Literal["megatron", "neox"] = "megatron"
+    """Whose rounding; they differ by a document at most."""
+
+    @field_validator("split")
+    @classmethod
+    def _shares(cls, value: str) -> str:
+        numbers = re.split(r"[,/]", value)
+        if (
+            len(numbers) > 3
+            or not all(re.fullmatch(r"\s*\d*\.?\d+\.?\s*", n) for n in numbers)
+            or not sum(map(float, numbers))
+        ):
+            raise ValueError("write up to three shares, such as 969,30,1")
+        return value
+
+
 class PlaceConfig(Section):
     """Where one data set lies."""
 
@@ -18,6 +44,8 @@ class PlaceConfig(Section):
     With remote: the local cache."""
     split: str | None = None
     """Sub-folder of path (and of remote) to read, such as train or val."""
+    documents: DocumentsConfig | None = None
+    """Read only a part of the documents (.bin and .idx)."""
     remote: str | None = Field(None, min_length=1)
     """Where the data is, if not in path: s3://, gs://, az://, http(s):// or another folder. Shards are fetched ahead of
     use, verified, and kept in path. Credentials come from the environment."""
@@ -61,13 +89,16 @@ class SourceConfig(PlaceConfig):
     mix: dict[str, MixedSourceConfig] = Field(default_factory=dict)
     """Instead of path: several data sets by name, each with its path and weight. Sources may be added, and weights
     changed, when a run continues; no sample of the others is repeated or skipped."""
+    mix_order: Literal["drawn", "greedy"] = "drawn"
+    """Which source comes next: drawn at random, in exact shares; or the one furthest behind its share, the first of
+    equals, as in Megatron and GPT-NeoX."""
 
     @model_validator(mode="after")
     def _check(self) -> "SourceConfig":
         if not self.path and not self.mix:
             raise impossible("path", "is missing; name the folder of a prepared data set")
         if self.mix:
-            for key in ("path", "split", "remote", "cache_limit"):
+            for key in ("path", "split", "documents", "remote", "cache_limit"):
                 if getattr(self, key):
                     raise impossible(key, "says where one data set is, and mix where several are; set it inside mix")
             if len({source.weight is None for source in self.mix.values()}) > 1:

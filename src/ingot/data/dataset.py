@@ -8,13 +8,13 @@ they are opened: hashing would read all of them before the first step. `ingot in
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ingot.data.cache import Cache, Wanted
-from ingot.data.config import PlaceConfig, SourceConfig
-from ingot.data.indexed import FlatShard, IndexFile
+from ingot.data.config import PARTS, PlaceConfig, SourceConfig
+from ingot.data.indexed import FlatShard, IndexFile, split_edges
 from ingot.data.mds import MdsShard, ShardFile, read_index, token_dtype, tokens_by_index
 from ingot.data.mixture import Mixture
 from ingot.data.progress import follow
@@ -26,12 +26,21 @@ from ingot.errors import DataError
 CHUNK_BYTES = 1 << 26  # the part of a .bin that counts as a shard, for the order and for fetching
 
 
-def open_dataset(source: SourceConfig, seq_len: int, vocab_size: int | None = None) -> Dataset:
-    """The data that a source names: one data set in whichever format it is, or a mixture of several."""
+def open_dataset(
+    source: SourceConfig, seq_len: int, vocab_size: int | None = None, unscored: int | None = None
+) -> Dataset:
+    """The data that a source names: one data set in whichever format it is, or a mixture of several.
+
+    What follows a token `unscored` has no label.
+    """
+    places: Mapping[str, PlaceConfig] = source.mix or {"": source}
+    datasets = {name: _open_place(place, seq_len, vocab_size) for name, place in places.items()}
+    for windows in datasets.values():
+        windows.unscored = unscored
     if not source.mix:
-        return _open_place(source, seq_len, vocab_size)
-    datasets = {name: _open_place(place, seq_len, vocab_size) for name, place in source.mix.items()}
-    return Mixture(datasets, {name: place.weight for name, place in source.mix.items() if place.weight is not None})
+        return datasets[""]
+    weights = {name: place.weight for name, place in source.mix.items() if place.weight is not None}
+    return Mixture(datasets, weights, source.mix_order)
 
 
 def _open_place(place: PlaceConfig, seq_len: int, vocab_size: int | None) -> Windows:
@@ -40,9 +49,11 @@ def _open_place(place: PlaceConfig, seq_len: int, vocab_size: int | None) -> Win
         kind, path, cache = fetch_index(place.remote, path, place.split, place.cache_limit)
     else:
         (kind, path), cache = locate(path, place.split), None
-    if kind == "mds":
-        return _open_mds(path, place, cache, seq_len, vocab_size)
-    return _open_indexed(path, cache, seq_len, vocab_size)
+    if kind == "indexed":
+        return _open_indexed(path, place, cache, seq_len, vocab_size)
+    if place.documents is not None:
+        raise DataError(f"{path} is MDS, which does not say where documents end; documents.split needs a .bin and .idx")
+    return _open_mds(path, place, cache, seq_len, vocab_size)
 
 
 def fetch_index(remote: str, path: Path, split: str | None, limit: int | None) -> tuple[str, Path, Cache]:
@@ -212,7 +223,9 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
     )  # fmt: skip
 
 
-def _open_indexed(prefix: Path, cache: Cache | None, seq_len: int, vocab_size: int | None) -> Windows:
+def _open_indexed(
+    prefix: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None
+) -> Windows:
     index = IndexFile(_with(prefix, ".idx"))
     bin_path = _with(prefix, ".bin")
     found = (cache.remote.size(bin_path.name) or 0) if cache else bin_path.stat().st_size
@@ -221,6 +234,13 @@ def _open_indexed(prefix: Path, cache: Cache | None, seq_len: int, vocab_size: i
         raise DataError(f"{bin_path} has {found:,} bytes where its .idx says {expected:,}; copy or prepare it again")
     if cache is not None:
         _check_limit(cache, min(CHUNK_BYTES, expected))
+    span, where = (0, index.tokens), f"{cache.remote.url}/{prefix.name}" if cache else str(prefix)
+    if (part := place.documents) is not None:
+        edges = split_edges(part.split, len(index.lengths), part.rule)
+        low, high = edges[PARTS.index(part.part) :][:2]
+        if high <= low:
+            raise DataError(f"{where}: of its {len(index.lengths):,} documents none is {part.part} by {part.split}")
+        span, where = (index.token_at(low), index.token_at(high)), f"{where} documents {low:,} to {high:,}"
     chunk = CHUNK_BYTES // index.dtype.itemsize
     sizes = [min(chunk, index.tokens - begin) for begin in range(0, index.tokens, chunk)] if cache else [index.tokens]
 
@@ -235,11 +255,11 @@ def _open_indexed(prefix: Path, cache: Cache | None, seq_len: int, vocab_size: i
         return cache.open(wanted(number), opener) if cache else opener(bin_path)
 
     return Windows(
-        "indexed", f"{cache.remote.url}/{prefix.name}" if cache else str(prefix), [bin_path.name] * len(sizes), sizes,
-        open_shard, seq_len, vocab_size,
+        "indexed", where, [bin_path.name] * len(sizes), sizes, open_shard, seq_len, vocab_size,
         dtype=index.dtype,
-        identity=[prefix.name, index.tokens, index.digest()],
+        identity=[prefix.name, index.tokens, index.digest(), *([span] if place.documents else [])],
         block_tokens=min(chunk, index.tokens),
+        span=span,
         meta=read_meta(_with(prefix, ".meta.json")),
         tokenizer_folder=_tokenizer_folder(prefix.parent),
         index=index,

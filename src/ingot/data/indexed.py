@@ -8,7 +8,9 @@ one long array, and of the .idx only document boundaries are ever needed, found 
 """
 
 import hashlib
+import re
 import struct
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -87,14 +89,16 @@ class IndexFile:
         sequences = sequences[sequences < len(self.pointers)]
         return np.unique(self.pointers[sequences] // self.dtype.itemsize)
 
+    def token_at(self, sequence: int) -> int:
+        """Where a sequence begins; the one after the last, where the tokens end."""
+        return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self.pointers) else self.tokens
+
     def _document_at(self, token: int) -> int:
         """The first document that begins at or after a token."""
         lo, hi = 0, len(self.documents) - 1  # the last entry is the end, not a document
         while lo < hi:
             middle = (lo + hi) // 2
-            sequence = int(self.documents[middle])
-            start = int(self.pointers[sequence]) if sequence < len(self.pointers) else self.tokens * self.dtype.itemsize
-            lo, hi = (middle + 1, hi) if start < token * self.dtype.itemsize else (lo, middle)
+            lo, hi = (middle + 1, hi) if self.token_at(int(self.documents[middle])) < token else (lo, middle)
         return lo
 
 
@@ -102,6 +106,20 @@ def _chunks(entries: int) -> list[int]:
     starts = list(range(0, entries, CHUNK))
     half = CHECKED_CHUNKS // 2
     return starts if len(starts) <= CHECKED_CHUNKS else starts[:half] + starts[-half:]
+
+
+def split_edges(split: str, sequences: int, rule: str) -> list[int]:
+    """Where training, validation and test begin among the sequences of a file, and where the last ends: [4].
+
+    Megatron rounds each edge. GPT-NeoX rounds the size of each part, and takes what is then too much off every edge.
+    """
+    numbers = [float(number) for number in re.findall(r"[.0-9]+", split)]
+    *_, total = accumulate(numbers)  # one after the other: `sum` is more exact, and so not the same
+    shares = [number / total for number in [*numbers, 0.0, 0.0][:3]]
+    if rule == "megatron":
+        return [0, *(round(edge * sequences) for edge in accumulate(shares))]
+    edges = list(accumulate(round(share * sequences) for share in shares))
+    return [0, *(edge - (edges[-1] - sequences) for edge in edges)]
 
 
 class FlatShard:

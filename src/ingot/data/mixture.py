@@ -5,16 +5,20 @@ a Feistel permutation draws anew for each block; the n-th sample of a source is 
 whatever stands between. Drawing the source of each position at random, the obvious way, would need a replay to know
 how far each source has come.
 
+That is the rule `drawn`. Megatron and GPT-NeoX have another, `greedy`: each sample comes from the source that is
+furthest behind its share. How far each has come then follows from a replay only, so checkpoints keep these counts.
+
 Shares may change when a run continues: a new stage begins at that position, with each source where it then stands.
 So no sample of a source is repeated or skipped because another one was added or weighted differently.
 """
 
 import hashlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +26,7 @@ from ingot.data.order import U64, Order, mix, permute
 from ingot.data.windows import Dataset
 from ingot.errors import DataError
 
+T = TypeVar("T")
 BLOCK = 1 << 14
 ANNOUNCE_EVERY = 1024  # positions
 SOURCE_SHIFT = 48  # a mixture's sample id: the source above this bit, the sample within it below
@@ -32,52 +37,71 @@ class Stage:
     """A stretch of a run with the same shares: where it starts, how far each source had come by then."""
 
     start: int
-    shares: dict[str, int]  # samples of each source in a block
+    shares: dict[str, float]  # drawn: samples of each source in a block; greedy: weights that sum to 1
     taken: dict[str, int]
+    rule: str = "drawn"
+    counted: dict[str, int] = field(default_factory=dict)  # greedy: samples that the rule itself began with
 
     def taken_at(self, position: int) -> dict[str, int]:
         """Samples taken from each source before a position."""
-        block, rest = divmod(position - self.start, BLOCK)
-        source, _ = self.layout(block)
-        part = np.bincount(source[:rest], minlength=len(self.shares)).tolist()
-        names = sorted(self.shares)
-        return self.taken | {n: self.taken[n] + block * self.shares[n] + part[k] for k, n in enumerate(names)}
+        return self.taken | {name: self.taken[name] + n for name, n in self._since_start(position).items()}
 
-    def layout(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each place in a block: its source, by sorted name, and how many of that source stand before it."""
-        return _layout(tuple(self.shares[name] for name in sorted(self.shares)), self.start, block)
+    def at(self, position: int) -> "Stage":
+        """The same stage, told so that nothing before the position need be replayed."""
+        if self.rule == "drawn":
+            return self
+        counted = {name: self.counted.get(name, 0) + n for name, n in self._since_start(position).items()}
+        return replace(self, start=position, taken=self.taken_at(position), counted=counted)
+
+    def layout(self, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The source of each place in a block, by number; how many of it stand before that place since the stage began;
+        and how many of each source before the block."""
+        counted = tuple(self.counted.get(name, 0) for name in self.shares)
+        return _layout(self.rule, tuple(self.shares.values()), self.start, counted, block)
+
+    def _since_start(self, position: int) -> dict[str, int]:
+        block, rest = divmod(position - self.start, BLOCK)
+        source, _, before = self.layout(block)
+        counts = before + np.bincount(source[:rest], minlength=len(before))
+        return dict(zip(self.shares, counts.tolist(), strict=True))
 
 
 class Mixture(Dataset):
     """Several data sets that read like one."""
 
-    def __init__(self, datasets: Mapping[str, Dataset], weights: dict[str, float] | None = None):
-        self.names = sorted(datasets)  # so that the order does not depend on that in a file
+    def __init__(self, datasets: Mapping[str, Dataset], weights: dict[str, float] | None = None, rule: str = "drawn"):
+        # Drawn, the order does not depend on that in a file; the greedy rule prefers the first of equals.
+        self.names, self.rule = sorted(datasets) if rule == "drawn" else list(datasets), rule
         self._datasets = [datasets[name] for name in self.names]
         self.samples = sum(d.samples for d in self._datasets)
         self.tokens = sum(d.tokens for d in self._datasets)
         self.seq_len = self._datasets[0].seq_len
-        self.shares = _shares([weights[n] if weights else datasets[n].samples for n in self.names])
+        # Weighted by size, peers count whole samples only.
+        sizes = {n: d.samples if rule == "drawn" else max(1, (d.tokens - 1) // d.seq_len) for n, d in datasets.items()}
+        relative = [(weights or sizes)[n] for n in self.names]
+        self.shares: Sequence[float] = _shares(relative) if rule == "drawn" else _normalised(relative)
         self.tokenizer_folder = next((d.tokenizer_folder for d in self._datasets if d.tokenizer_folder), None)
-        weighted = [(d.bytes_per_token or 0.0) * n / BLOCK for d, n in zip(self._datasets, self.shares, strict=True)]
+        whole = sum(self.shares)
+        weighted = [(d.bytes_per_token or 0.0) * n / whole for d, n in zip(self._datasets, self.shares, strict=True)]
         self.bytes_per_token = sum(weighted) if all(weighted) else None
         self._announced = range(0)
-        self.stage = Stage(0, self._by_name(self.shares), self._by_name([0] * len(self.names)))
+        self.stage = Stage(0, self._by_name(self.shares), self._by_name([0] * len(self.names)), rule)
 
     def describe(self) -> str:
         """A line for the console, and one for each source."""
         lines = [f"mixture of {len(self.names)}: {self.tokens:,} tokens, {self.samples:,} samples of {self.seq_len}"]
         for name, share, dataset in zip(self.names, self.shares, self._datasets, strict=True):
-            lines.append(f"  {100 * share / BLOCK:5.2f}% {name}: {dataset.describe()}")
+            lines.append(f"  {100 * share / sum(self.shares):5.2f}% {name}: {dataset.describe()}")
         return "\n".join(lines)
 
     def fingerprint(self) -> str:
         """A short hash of what the sources are; their shares may change within a run."""
         return hashlib.sha256(json.dumps(self._fingerprints()).encode()).hexdigest()[:16]
 
-    def state(self) -> dict[str, Any]:
+    def state(self, position: int | None = None) -> dict[str, Any]:
         """The sources, and the stage that the run is in."""
-        return {"sources": self._fingerprints(), "stage": asdict(self.stage)}
+        stage = self.stage if position is None else self.stage.at(position)
+        return {"sources": self._fingerprints(), "stage": asdict(stage)}
 
     def resume(self, state: dict[str, Any], position: int) -> None:
         """Continue at a position. Sources may come and go, and shares that differ begin a new stage."""
@@ -87,10 +111,11 @@ class Mixture(Dataset):
                 raise DataError(f"the training data {name} is not what the checkpoint was trained on; put it back")
         stage = Stage(**state["stage"])
         shares = self._by_name(self.shares)
-        if stage.shares != shares:
+        if (stage.shares, stage.rule) == (shares, self.rule):
+            self.stage = replace(stage, shares=shares)  # in this file's order
+        else:
             taken = self._by_name([0] * len(self.names)) | stage.taken_at(position)  # one that left may return
-            stage = Stage(position, shares, taken)
-        self.stage = stage
+            self.stage = Stage(position, shares, taken, self.rule)
 
     def taken(self, position: int) -> dict[str, int]:
         """Samples taken from each source before a position."""
@@ -135,7 +160,7 @@ class Mixture(Dataset):
             starts[here] = self._datasets[k].document_starts(ids[here] & ((1 << SOURCE_SHIFT) - 1))
         return starts
 
-    def _by_name(self, values: Sequence[int]) -> dict[str, int]:
+    def _by_name(self, values: Sequence[T]) -> dict[str, T]:
         return dict(zip(self.names, values, strict=True))
 
 
@@ -154,25 +179,72 @@ class MixtureOrder(Order):
         source, number = np.empty_like(place), np.empty_like(place)
         for b in np.unique(block).tolist():
             here = block == b
-            sources, before = self.stage.layout(b)
-            source[here], number[here] = sources[slot[here]], before[slot[here]]
+            sources, numbers, _ = self.stage.layout(b)
+            source[here], number[here] = sources[slot[here]], numbers[slot[here]]
         ids = np.empty_like(place)
         for k, (name, order) in enumerate(zip(self._names, self.orders, strict=True)):
             here = source == k
-            turn = self.stage.taken[name] + block[here] * self.stage.shares[name] + number[here]
-            ids[here] = order.take(turn) | (k << SOURCE_SHIFT)
+            ids[here] = order.take(self.stage.taken[name] + number[here]) | (k << SOURCE_SHIFT)
         return ids.reshape(np.shape(positions))
 
 
 @lru_cache(maxsize=8)
-def _layout(shares: tuple[int, ...], start: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    key = mix(mix(np.array([start], U64)) + U64(block))
-    drawn = permute(np.arange(BLOCK), np.array(BLOCK), key)
-    source = np.searchsorted(np.cumsum(shares), drawn, side="right")
-    before = np.empty(BLOCK, np.int64)
-    for k, share in enumerate(shares):
-        before[source == k] = np.arange(share)
-    return source, before
+def _layout(
+    rule: str, shares: tuple[float, ...], start: int, counted: tuple[int, ...], block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if rule == "greedy":
+        source, before = _replay(shares, counted).block(block)
+    else:
+        key = mix(mix(np.array([start], U64)) + U64(block))
+        drawn = permute(np.arange(BLOCK), np.array(BLOCK), key)
+        source, before = np.searchsorted(np.cumsum(shares), drawn, side="right"), block * np.array(shares, np.int64)
+    number = np.empty(BLOCK, np.int64)
+    for k, first in enumerate(before.tolist()):
+        places = np.flatnonzero(source == k)
+        number[places] = np.arange(first, first + len(places))
+    return source, number, before
+
+
+class _Replay:
+    """The greedy rule from its beginning, or from counts that it has come to, block by block; about 1 s for a million
+    samples, once."""
+
+    def __init__(self, weights: tuple[float, ...], counted: tuple[int, ...]):
+        self._weights, self._begin = weights, np.array(counted, np.int64)
+        self._counts = [list(counted)]  # before each block
+        self._lock = threading.Lock()  # the loader reads ahead while the run looks where it stands
+
+    def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each place in a block, and how many of each source stand before the block."""
+        with self._lock:
+            while len(self._counts) <= block:
+                self._counts.append(self._walk(len(self._counts) - 1)[1])
+            sources, after = self._walk(block)
+            if len(self._counts) == block + 1:
+                self._counts.append(after)
+            return sources, np.array(self._counts[block], np.int64) - self._begin
+
+    def _walk(self, block: int) -> tuple[np.ndarray, list[int]]:
+        counts = list(self._counts[block])
+        first = sum(counts)
+        sources = []
+        for i in range(first, first + BLOCK):
+            at = max(i, 1)
+            behind = [weight * at - count for weight, count in zip(self._weights, counts, strict=True)]
+            source = behind.index(max(behind))  # the first of equals
+            counts[source] += 1
+            sources.append(source)
+        return np.array(sources, np.int64), counts
+
+
+_replay = lru_cache(maxsize=4)(_Replay)
+
+
+def _normalised(weights: Sequence[float]) -> list[float]:
+    """Twice, as Megatron and GPT-NeoX do: the last bit decides between equals."""
+    exact = np.asarray(weights, np.float64)
+    exact = exact / np.sum(exact)
+    return (exact / np.sum(exact)).tolist()
 
 
 def _shares(weights: Sequence[float]) -> list[int]:

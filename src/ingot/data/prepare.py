@@ -79,6 +79,7 @@ def prepare(
     on_error: str = "stop",
     engine: str = "auto",
     reprocess: bool = False,
+    share: tuple[int, int] | None = None,
     max_document_bytes: int = 1 << 26,
     max_expansion: int = 200,
     show: Callable[[str], None] | None = None,
@@ -94,6 +95,7 @@ def prepare(
     output_prefix: for the indexed format, where the pair goes (default: OUT_ROOT/SPLIT/SPLIT)
     memory: bytes that all processes together should stay below; limits the default number of workers
     reprocess: remove what an earlier run left at this place, and begin anew
+    share: (K, N) with K from 0: one of N processes that divide the pieces; a call without it, afterwards, does the rest
     show: receives lines of progress; by default a bar on a terminal, lines otherwise
     """
     started = time.monotonic()
@@ -102,6 +104,10 @@ def prepare(
             f"size_limit={size_limit}: a shard is between 1 KiB and 4 GiB, since its offsets are 32 bits wide"
         )
     _check_choices(format, compression, on_error, concat_tokens, tokenizer, no_wrap)
+    if share and not 0 <= share[0] < share[1]:
+        raise DataError(f"share={share[0]}/{share[1]}: the first number counts from 0 and stays below the second")
+    if share and reprocess:
+        raise DataError("reprocess: each share would remove what the others have done; remove the old result first")
     keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
     if len(keys) > 1 and format == "mds":
         raise DataError("several json_keys need format=indexed: an MDS data set here has one column")
@@ -145,11 +151,13 @@ def prepare(
             if reprocess:
                 target.remove()
             this = replace(plan, options=replace(plan.options, key=key))
-            report = Preparation(target, this, files, tok, pool or chosen, reporter).run()
+            report = Preparation(target, this, files, tok, pool or chosen, reporter, share).run()
     finally:
         if pool:
             pool.close()
-    return PrepareReport({split: report}, time.monotonic() - started, name, _train_command(Path(out_root), split))
+    prefix = f"{output_prefix}_{keys[0]}_document" if output_prefix else None
+    command = _train_command(Path(out_root), split, prefix)
+    return PrepareReport({split: report}, time.monotonic() - started, name, command)
 
 
 def _check_choices(
@@ -216,7 +224,9 @@ def _worker_count(wanted: int | None, memory: int, input_bytes: int, reporter: R
     return min(cores, fitting)
 
 
-def _train_command(out_root: Path, split: str) -> str:
+def _train_command(out_root: Path, split: str, prefix: str | None) -> str:
+    if prefix:
+        return f"ingot train mpt-125m data={shlex.quote(prefix)}"
     root = shlex.quote(str(out_root))
     if split.startswith("train") and (out_root / "val").is_dir() and split == "train":
         return f"ingot train mpt-125m data={root}"

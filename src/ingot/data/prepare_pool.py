@@ -29,8 +29,9 @@ if TYPE_CHECKING:  # imported while the processes start
     from ingot.data.tokenizer import Tokenizer
 
 _ENV = {
-    "TOKENIZERS_PARALLELISM": "false",  # one thread each: the workers are the parallelism, and a fork must be safe
+    "TOKENIZERS_PARALLELISM": "false",  # one thread each: the workers are the parallelism, and only so a fork is safe
     "OMP_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # reuse memory between pieces instead of faulting it in anew
     "MALLOC_TRIM_THRESHOLD_": str(128 << 20),
 }

@@ -4,6 +4,9 @@ Workers turn pieces of the input into parts, and parts into shards; this file on
 written as soon as the parts that it spans are there, and those parts are then removed, so little more than the data
 set itself is ever on the disk. Each finished task is a line in a journal; the same command reads it and does the rest.
 The split appears under its final name by one rename, when it is complete.
+
+Several processes, on several machines, can divide the pieces of one split: each does its share into the common work
+folder, with a journal of its own, and a last one finds the pieces done and does the rest.
 """
 
 import contextlib
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -109,8 +112,12 @@ class Preparation:
         tokenizer: Tokenizer | None,
         workers: Pool | Engine | None,
         reporter: Reporter,
+        share: tuple[int, int] | None = None,
     ):
-        """workers: the processes that do the work; else it is done in this one, with this engine."""
+        """workers: the processes that do the work; else it is done in this one, with this engine.
+        share: (turn, turns), for one of several processes, which turns pieces into parts and nothing else."""
+        self.share = share
+        self.turn, self.turns = share or (0, 1)  # its pieces: those whose number is `turn` modulo `turns`
         self.target, self.plan, self.files, self.tokenizer = target, plan, files, tokenizer
         self.workers, self.reporter = workers, reporter
         self.work, self.packer = target.work, make_packer(plan, target.work)
@@ -135,24 +142,46 @@ class Preparation:
             self.reporter.say(f"{self.target.meta.parent}: already complete")
             return finished
         self._check_tokenizer()
+        if self.share and self.plan.max_samples is not None:
+            self.reporter.say("a number of samples needs the beginning of the input alone: left to the last process")
+            return SplitReport(str(self.target.folder))
         try:
-            self.target.work.mkdir(parents=True, exist_ok=True)
-            with (self.target.work / "lock").open("w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise DataError(f"{self.target.work}: another `prepare` is at work here; wait for it") from None
+            self.work.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as locks:
+                if self.share:
+                    with (self.work / "lock.start").open("w") as start:
+                        fcntl.flock(start, fcntl.LOCK_EX)  # one after another: the first makes the folder ready
+                        locks.enter_context(self._lock(f"lock.{self.turn}", fcntl.LOCK_EX))
+                        self._start_or_resume(locks.enter_context(self._lock("lock", fcntl.LOCK_SH)))
+                else:
+                    self._start_or_resume(locks.enter_context(self._lock("lock", fcntl.LOCK_EX)))
                 return self._run_locked()
         except OSError as error:
-            raise disk_error("write to", self.target.work, error) from None
+            raise disk_error("write to", self.work, error) from None
+
+    def _lock(self, name: str, how: int) -> IO[str]:
+        """Held while the file is open."""
+        file = (self.work / name).open("w+")
+        self._take(file, how)
+        return file
+
+    def _take(self, file: IO[str], how: int) -> None:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise DataError(f"{self.work}: another `prepare` is at work here; wait for it") from None
 
     def _run_locked(self) -> SplitReport:
-        self._start_or_resume()
-        self.reporter.start(sum(f.size for f in self.files), resumed=len(self.pieces))
+        self.reporter.start(sum(f.size for f in self.files) // self.turns, resumed=len(self.pieces))
         try:
             self._work()
         finally:
             self.reporter.stop()
+        if self.share:
+            self.journal.close()
+            sums = {key: sum(done[key] for done in self.pieces.values()) for key in ("documents", "bytes", "units")}
+            return SplitReport(str(self.target.folder), sums["documents"], sums["units"], sums["bytes"])
         report = self._assemble()
         shutil.rmtree(self.work, ignore_errors=True)
         return report
@@ -195,37 +224,47 @@ class Preparation:
                 f"{folder}: the data set there was made with another tokenizer; use that one, or choose another output"
             )
 
-    def _start_or_resume(self) -> None:
+    def _start_or_resume(self, lock: IO[str]) -> None:
         work = self.work
         state = work / "state.json"
         inputs = [[f.path, f.size, f.mtime_ns] for f in self.files]
         streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
         count = len(self.workers.workers) if isinstance(self.workers, Pool) else 0
-        fresh = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * count}
+        fresh = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * count * self.turns}
         old = _read_json(state)
         if old and all(old.get(k) == fresh[k] for k in ("signature", "inputs")):
             self.whole_files = bool(old["whole_files"])
         else:
             if old:
+                self._take(lock, fcntl.LOCK_EX)  # not while another command's processes are at work
                 self.reporter.say(f"{work}: left by another command or other input; starting again")
             _empty(work)
             self.whole_files = bool(fresh["whole_files"])
             write_json(state, fresh)
+            if self.share:
+                self._take(lock, fcntl.LOCK_SH)
         for name in ("parts", "shards"):
             (work / name).mkdir(exist_ok=True)
-        self._read_journal()
-        self.journal = (work / "journal.jsonl").open("a", encoding="utf-8")
+        own = work / (f"journal.{self.turn}.jsonl" if self.share else "journal.jsonl")
+        for path in sorted(work.glob("journal*.jsonl")):
+            self._read_journal(path, mend=path == own)
+        self._verify_parts()
+        self.journal = own.open("a", encoding="utf-8")
 
-    def _read_journal(self) -> None:
-        path = self.work / "journal.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    def _read_journal(self, path: Path, mend: bool) -> None:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
-        if len(whole) < len(lines):  # killed while it wrote the last one
+        if mend and len(whole) < len(lines):  # killed while it wrote the last one
             path.write_text("".join(whole), encoding="utf-8")
         for line in whole:
             entry = json.loads(line)
             kind, number = entry["task"], entry["number"]
-            (self.pieces if kind == "tokenize" else self.shards)[number] = entry["done"]
+            if kind != "tokenize":
+                self.shards[number] = entry["done"]
+            elif number % self.turns == self.turn:
+                self.pieces[number] = entry["done"]
+
+    def _verify_parts(self) -> None:
         for number, done in follow("verifying what an earlier run left", list(self.pieces.items())):
             data, lengths = part_paths(self.work, number)
             # A part that is gone has served its shards; one that is damaged (a power cut) must be made again.
@@ -272,7 +311,7 @@ class Preparation:
                     return
                 if number - 1 in self.pieces:
                     self.reporter.skip(piece.size, self.pieces[number - 1])
-                else:
+                elif (number - 1) % self.turns == self.turn:
                     tasks.put((number - 1, piece, handed))
             with self.lock:
                 self.pieces_ended = number if self.pieces_ended is None else self.pieces_ended
@@ -326,7 +365,9 @@ class Preparation:
     @property
     def enough(self) -> bool:
         """Whether no further piece is needed."""
-        return self.pieces_ended is not None and all(n in self.pieces for n in range(self.prefix, self.pieces_ended))
+        if self.pieces_ended is None:
+            return False
+        return all(n in self.pieces for n in range(self.prefix + self.turn, self.pieces_ended, self.turns))
 
     def _next_piece(self, tasks: Tasks) -> tuple[int, Piece, bytes] | None:
         try:
@@ -359,6 +400,8 @@ class Preparation:
 
     def _advance(self) -> None:
         """Give finished pieces, in order, to the packer; it says which shards can be written."""
+        if self.share:
+            return
         while self.prefix in self.pieces and (self.pieces_ended is None or self.prefix < self.pieces_ended):
             self._plan_shards(self.packer.add(self.prefix, int(self.pieces[self.prefix]["units"])))
             self.prefix += 1
@@ -487,7 +530,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _empty(folder: Path) -> None:
     for entry in folder.iterdir():
-        if entry.name == "lock":
+        if entry.name.startswith("lock"):
             continue
         if entry.is_dir():
             shutil.rmtree(entry)

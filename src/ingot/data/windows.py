@@ -63,8 +63,8 @@ class Dataset(ABC):
         """A short hash of what the data is and how it is cut, the same on every machine."""
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as plain values; where reading stands is a number that the run has."""
+    def state(self, position: int | None = None) -> dict[str, Any]:
+        """What a checkpoint at a position keeps of it, as plain values."""
 
     @abstractmethod
     def resume(self, state: dict[str, Any], position: int) -> None:
@@ -111,15 +111,19 @@ class Windows(Dataset):
         tokenizer_folder: Path | None = None,
         index: IndexFile | None = None,
         fetch_ahead: Callable[[list[int], list[int]], None] | None = None,  # shards needed now and soon
+        span: tuple[int, int] | None = None,  # the tokens that belong to the data, where not all of the shards' do
     ):
         self.kind, self.where, self.seq_len, self.vocab_size = kind, where, seq_len, vocab_size
-        self.tokens = int(sum(shard_tokens))
+        stored = int(sum(shard_tokens))
+        self._begin, self._end = span or (0, stored)
+        self.tokens = self._end - self._begin
         if self.tokens < 2:
             raise DataError(f"{where} is empty: {self.tokens} tokens, and training needs at least 2; prepare it again")
         self.samples = -(-(self.tokens - 1) // seq_len)
         self.meta = meta
+        self.unscored: int | None = None  # what follows this token is not to be predicted
         self.tokenizer_folder = tokenizer_folder
-        self.bytes_per_token = self.meta.bytes / self.tokens if self.meta.bytes else None
+        self.bytes_per_token = self.meta.bytes / stored if self.meta.bytes else None
         self._names = names
         self._first = np.concatenate([[0], np.cumsum(np.asarray(shard_tokens, np.int64))]).tolist()  # token of shard
         self._open_shard = open_shard
@@ -145,7 +149,7 @@ class Windows(Dataset):
         text = json.dumps([self.kind, self.seq_len, self._identity], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def state(self) -> dict[str, Any]:
+    def state(self, position: int | None = None) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint()}
 
     def resume(self, state: dict[str, Any], position: int) -> None:
@@ -175,8 +179,9 @@ class Windows(Dataset):
         """The shards that hold the samples [first, end) of each span, each once, in the order of the spans."""
         numbers: dict[int, None] = {}
         for first, end in spans:
-            last = min(end * self.seq_len, self.tokens - 1)  # a window ends with the first token of the next
-            begin = bisect_right(self._first, first * self.seq_len) - 1
+            # a window ends with the first token of the next
+            last = min(self._begin + end * self.seq_len, self._end - 1)
+            begin = bisect_right(self._first, self._begin + first * self.seq_len) - 1
             numbers |= dict.fromkeys(range(begin, bisect_right(self._first, last)))
         return list(numbers)
 
@@ -187,11 +192,11 @@ class Windows(Dataset):
         numbers = ids.tolist()
         if n and not 0 <= min(numbers) <= max(numbers) < self.samples:
             raise IndexError(f"samples {min(numbers)} to {max(numbers)} of {self.samples}")
-        first, opened = self._first, self._open
+        first, opened, begin, end = self._first, self._open, self._begin, self._end
         for k, i in enumerate(numbers):
-            start = i * length
+            start = begin + i * length
             number = bisect_right(first, start) - 1
-            if start + length < first[number + 1]:
+            if start + length < first[number + 1] and start + length < end:
                 (opened.get(number) or self._shard(number)).read(start - first[number], rows[k])
             else:
                 count = self._read_across(start, number, rows[k])
@@ -202,6 +207,8 @@ class Windows(Dataset):
         tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         for k, count in short:
             labels[k, count - 1 :] = IGNORE
+        if self.unscored is not None:
+            labels[tokens == self.unscored] = IGNORE
         return tokens, labels
 
     def document_starts(self, ids: np.ndarray) -> np.ndarray:
@@ -209,8 +216,8 @@ class Windows(Dataset):
         starts[:, 0] = True
         if self._index is not None:
             for k, i in enumerate(ids.tolist()):
-                first = i * self.seq_len
-                starts[k, self._index.starts_between(first, min(first + self.seq_len, self.tokens)) - first] = True
+                first = self._begin + i * self.seq_len
+                starts[k, self._index.starts_between(first, min(first + self.seq_len, self._end)) - first] = True
         elif self.meta.eos_id is not None:
             tokens, _ = self.gather(ids)
             starts[:, 1:] |= tokens[:, :-1] == self.meta.eos_id
@@ -220,7 +227,7 @@ class Windows(Dataset):
 
     def _read_across(self, start: int, number: int, out: np.ndarray) -> int:
         """Copy tokens from a global position on, through shard `number` and the next; 0 where the data has ended."""
-        count = min(len(out), self.tokens - start)
+        count = min(len(out), self._end - start)
         done = 0
         while done < count:
             inside = start + done - self._first[number]
@@ -248,7 +255,7 @@ class Windows(Dataset):
 
     def _refuse_token(self, ids: np.ndarray, rows: np.ndarray) -> None:
         k, column = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0]
-        place = int(ids[k]) * self.seq_len + int(column)
+        place = self._begin + int(ids[k]) * self.seq_len + int(column)
         name = self._names[bisect_right(self._first, place) - 1]
         raise DataError(
             f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's "

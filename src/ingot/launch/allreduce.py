@@ -2,12 +2,10 @@
 crashes or hangs there can be killed, and the launcher itself stays free of torch.
 
 A process (`python -m ingot.launch.allreduce`) imports torch, multiplies matrices and says so; then it waits for a line
-that names its group, does the all-reduce with it, and says how fast that was. NCCL writes a log meanwhile, from which
-is read what it really talks through: a plugin that does not load makes it fall back to sockets without an error.
+that names its group, does the all-reduce with it, and says how fast that was.
 """
 
 import json
-import re
 import selectors
 import socket
 import subprocess
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.launch.attempt import end_with_parent
+from ingot.launch.transport import chosen_transport, log_to
 
 CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20  # what is reduced
 REPEATS = 4
@@ -29,14 +28,13 @@ class Probe:
     def __init__(self, gpus: int, log: Path, env: Mapping[str, str]):
         self.listener = socket.create_server(("", 0))
         self.log, self.processes = log, []
-        debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)}
         for local_rank in range(gpus or 1):
             options = [str(local_rank), str(gpus), str(self.listener.fileno())]
             self.processes.append(subprocess.Popen(
                 [sys.executable, "-m", "ingot.launch.allreduce", *options], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(self.listener.fileno(),), text=True,
-                env={**env, **(debug if local_rank == 0 else {}), "OMP_NUM_THREADS": "1"}, preexec_fn=end_with_parent,
-                start_new_session=True,
+                env={**env, **(log_to(log) if local_rank == 0 else {}), "OMP_NUM_THREADS": "1"},
+                preexec_fn=end_with_parent, start_new_session=True,
             ))  # fmt: skip
 
     @property
@@ -81,30 +79,6 @@ class Probe:
 
     def transport(self) -> str:
         return chosen_transport(self.log.read_text(errors="replace")) if self.log.is_file() else ""
-
-
-def chosen_transport(log: str) -> str:
-    """What NCCL talks through between nodes, by its log at level INFO: efa, ib, socket, or another name of its own;
-    empty if it does not say."""
-    provider = re.findall(r"NET/OFI Selected provider is ([\w;-]+)", log, re.IGNORECASE)
-    channels = re.findall(r"via NET/([\w -]+)/", log)  # the connections that were made
-    networks = re.findall(r"Using network ([\w -]+)", log)  # the plugin that was chosen
-    names = [name.strip().lower() for name in channels or networks]
-    if not names:
-        names = ["ofi"] if provider else []
-    if "socket" in names:  # one such connection is enough to slow all down
-        return "socket"
-    if any("libfabric" in name or name in ("ofi", "aws libfabric") for name in names):
-        return provider[-1].partition(";")[0].lower() if provider else "ofi"
-    return names[-1] if names else ""
-
-
-def fallback(expected: str, log_says: str) -> str:
-    """What is wrong with the transport, if the profile expects a fast one."""
-    if expected not in ("efa", "ib") or log_says == expected:
-        return ""
-    return f"NCCL must talk through {expected} and its log says {log_says or 'nothing about it'}; check the plugin " \
-           "and the devices in the container"  # fmt: skip
 
 
 def main(local_rank: int, gpus: int, descriptor: int) -> None:

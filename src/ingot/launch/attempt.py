@@ -22,7 +22,9 @@ from pathlib import Path
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.failure import VARIABLE, Failure, read_failure
 from ingot.launch.hang import explain_hang
+from ingot.launch.ladder import node_name
 from ingot.launch.node import Node
+from ingot.launch.transport import TransportWatch, log_to
 from ingot.parallel.place import STORE_FD
 from ingot.train.heartbeat import STACKS_VARIABLE, make_file, read_beat
 from ingot.train.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
@@ -33,6 +35,7 @@ WELL = (0, EXIT_CONTINUE)
 TEMPORARY, LOCK = "ingot-launch-", "lock"
 LEFT_ALONE = "a process on another machine failed"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+KILLED_BY_REQUEST = tuple(-number for number in STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,42 @@ class StopNow(Exception):
 
 
 def run_attempt(
-    arguments: Sequence[str], node: Node, logs: Path, number: str, lost: Callable[[], bool] = lambda: False
+    arguments: Sequence[str],
+    node: Node,
+    logs: Path,
+    number: str,
+    lost: Callable[[], bool] = lambda: False,
+    transport: str = "",
 ) -> Outcome:
-    """Run `ingot ARGUMENTS` in every process of this machine until all have ended or one has failed; `lost` says
-    whether another machine's processes have failed, without which these cannot go on."""
+    """Run `ingot ARGUMENTS` in every process of this machine until all have ended or one has failed.
+
+    lost: whether another machine's processes have failed, without which these cannot go on
+    transport: what NCCL must be seen to talk through; empty if it does not matter
+    """
     logs.mkdir(parents=True, exist_ok=True)
+    ranks = range(node.first_rank, node.first_rank + node.processes)
+    watch = TransportWatch(transport, {rank: logs / f"nccl-{rank}.log" for rank in ranks})
     with _own_folder() as folder:
         processes: dict[int, subprocess.Popen] = {}
         try:
             with _forward_signals(processes) as asked:
-                _start(arguments, node, logs, number, folder, processes)
-                hang = _watch(processes, folder, logs, lost)
+                _start(arguments, node, logs, number, folder, processes, watch.unknown)
+                for process in processes.values() if asked else ():  # meanwhile: some were not there to be told
+                    process.send_signal(asked[0])
+                found = _watch(processes, folder, logs, lost, watch)
                 codes = {rank: code for rank, p in processes.items() if (code := p.poll()) is not None}
         finally:
             _kill(processes)
         beats = {rank: read_beat(folder / f"beat-{rank}") for rank in processes}
         failures = {rank: read_failure(folder / str(rank), code) for rank, code in codes.items() if code not in WELL}
-    if hang is not None:
-        failures[hang[0]] = hang[1]
+    if found is not None:
+        failures[found[0]] = found[1]
     if not failures:
         return Outcome(max(codes.values()), bool(asked))
     # a process that was killed could write no time; one that lost its peer failed because another did
     rank, failure = min(failures.items(), key=lambda item: (item[1].is_consequence, item[1].time))
+    if asked and (codes.get(rank) in KILLED_BY_REQUEST or failure.is_consequence):
+        return Outcome(EXIT_CONTINUE, True)  # asked before it could listen, while it started: nobody's fault
     beat = beats[rank]
     return Outcome(EXIT_FAULT, bool(asked), rank, failure, beat.batch + 1 if beat is not None else -1)
 
@@ -95,7 +112,13 @@ def _own_folder() -> Iterator[Path]:
 
 
 def _start(
-    arguments: Sequence[str], node: Node, logs: Path, number: str, folder: Path, processes: dict[int, subprocess.Popen]
+    arguments: Sequence[str],
+    node: Node,
+    logs: Path,
+    number: str,
+    folder: Path,
+    processes: dict[int, subprocess.Popen],
+    nccl_logs: Mapping[int, Path],
 ) -> None:
     listener = _listen() if node.port is None else None
     port = listener.getsockname()[1] if listener is not None else node.port
@@ -109,6 +132,9 @@ def _start(
             HEARTBEAT_VARIABLE: str(folder / f"beat-{rank}"), STACKS_VARIABLE: str(logs / f"stacks-{rank}.txt"),
             "INGOT_ATTEMPT": number,
         }  # fmt: skip
+        if rank in nccl_logs:
+            nccl_logs[rank].unlink(missing_ok=True)  # of an earlier attempt
+            env |= log_to(nccl_logs[rank])
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // node.processes)))
         descriptors: tuple[int, ...] = ()
         if listener is not None and rank == 0:  # the port is ours from the start: nobody can take it
@@ -125,9 +151,14 @@ def _start(
 
 
 def _watch(
-    processes: Mapping[int, subprocess.Popen], folder: Path, logs: Path, lost: Callable[[], bool]
+    processes: Mapping[int, subprocess.Popen],
+    folder: Path,
+    logs: Path,
+    lost: Callable[[], bool],
+    transport: TransportWatch,
 ) -> tuple[int, Failure] | None:
-    """Wait for all to end, or for the first to fail; gives who hangs or was left alone, if that is how it ended."""
+    """Wait for all to end, or for the first to fail; gives who hangs, was left alone or talks through the wrong
+    network, if that is how it ended."""
     looked = time.monotonic()
     while True:
         codes = [process.poll() for process in processes.values()]
@@ -147,6 +178,8 @@ def _watch(
                         return found
                     print(f"warning: {found[1].message}; but it goes on now", file=sys.stderr)
                     now = time.monotonic()
+            if wrong := transport.wrong():
+                return wrong[0], Failure(f"{node_name()}: {wrong[1]}", "transport", EXIT_FAULT, time.time())
             if lost():
                 return min(processes), Failure(LEFT_ALONE, "machine", EXIT_FAULT, sys.float_info.max)
             looked = now

@@ -6,6 +6,7 @@ Nothing is decided here. Whether a finding is the node's fault or everybody's sh
 import hashlib
 import ipaddress
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -52,9 +53,11 @@ class Report:
 def examine(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Mapping[str, str]) -> Report:
     """All checks of this node."""
     report = Report(host, rank, common=_versions(spec, profile, env))
-    findings = {"nics": _nics(profile), "limits": _limits(profile), "disk": _disk(spec)}
+    findings = {"disk": _disk(spec)}
+    if spec.verb == "train":
+        findings |= {"nics": _nics(profile), "limits": _limits(profile)}
     if spec.gpus_per_node:
-        findings |= {"gpus": _gpus(spec.gpus_per_node), "shm": _shared_memory()}
+        findings |= {"gpus": _gpus(spec.gpus_per_node), "nvlink": _nvlink(), "shm": _shared_memory()}
     if spec.nodes > 1:
         address, findings["name"] = resolve(env["MASTER_ADDR"])
         if address and not findings["name"]:
@@ -114,6 +117,23 @@ def gpu_problem(answer: str, expected: int) -> str:
         if len(rows) == expected and used.isdigit() and int(used) > LEFTOVER_MB:
             return f"{used} MB of GPU {index} are in use by a process that is not ours"
     return ""
+
+
+def _nvlink() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=15)
+    except subprocess.TimeoutExpired:
+        return "nvidia-smi gives no answer about NVLink; reboot the node"
+    return nvlink_problem(done.stdout)
+
+
+def nvlink_problem(answer: str) -> str:
+    """Links that are down, by nvidia-smi's answer; GPUs without NVLink have none in it."""
+    down = [f"GPU {gpu} link {link}" for gpu, links in re.findall(r"^GPU (\d+):.*\n((?:\s+.*\n?)*)", answer, re.M)
+            for link in re.findall(r"Link (\d+): <inactive>", links)]  # fmt: skip
+    return f"NVLink is down: {', '.join(down[:4])}; reset or replace the GPU" if down else ""
 
 
 def _nics(profile: Profile) -> str:
@@ -176,11 +196,16 @@ def _port(port: int) -> str:
     return ""
 
 
-def check_data(spec: LaunchSpec) -> None:
-    """Read the config and the index of each data set that lies here; what is fetched from elsewhere is not touched."""
+def config_of(spec: LaunchSpec) -> RunConfig:
+    """The config of a training run."""
     begin = spec.arguments.index("--") + 1 if "--" in spec.arguments else 0
     dialect = spec.arguments[1] if spec.arguments[:1] == ["--dialect"] else None
-    config = load_config(RunConfig, spec.arguments[begin:], dialect=dialect)
+    return load_config(RunConfig, spec.arguments[begin:], dialect=dialect)
+
+
+def check_data(spec: LaunchSpec) -> None:
+    """Read the config and the index of each data set that lies here; what is fetched from elsewhere is not touched."""
+    config = config_of(spec)
     for source in (config.sources.train, config.sources.eval):
         places: list[PlaceConfig] = [*source.mix.values()] or [source] if source else []
         for place in places:

@@ -26,7 +26,8 @@ class Failure:
 
     message: str
     kind: str
-    """user, data, numeric, memory, program (an error that nobody foresaw), machine (killed, disk, network) or hang."""
+    """user, data, numeric, memory, program (an error that nobody foresaw), machine (killed, disk, network), transport
+    (a slow network in place of a fast one) or hang."""
     exit_code: int
     time: float
     fits: int | None = None
@@ -34,7 +35,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return any(text in self.message.lower() for text in LOST_PEER)
+        return self.kind != "transport" and any(text in self.message.lower() for text in LOST_PEER)
 
 
 def kind_of(error: BaseException | None) -> str:

@@ -94,7 +94,7 @@ def stage_image(image: Path, folder: Path, keep: int = 2) -> Path:
     """
     if not image.is_file():
         raise ConfigError(f"{image} is not there; make it with `ingot launch image import`")
-    digest = _read_sum(image)
+    digest = expected_sum(image)
     target = folder / f"{digest}.sqsh"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,8 @@ def _write_sum(image: Path, digest: str) -> None:
     os.replace(draft, _sum_file(image))
 
 
-def _read_sum(image: Path) -> str:
+def expected_sum(image: Path) -> str:
+    """What stands in the file beside an image."""
     path = _sum_file(image)
     if not path.is_file():
         raise ConfigError(f"{path} is not there; write it with: sha256sum {image.name} > {path.name}")

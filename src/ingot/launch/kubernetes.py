@@ -12,9 +12,9 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ingot.config.secrets import IN_URL, redact
 from ingot.errors import EXIT_FAULT, EXIT_GIVEN_UP, EXIT_USER_ERROR, ConfigError, IngotError
@@ -314,10 +314,41 @@ def _pod_problems(pod: k8s.PodSpec, spec: LaunchSpec, name: str | None) -> list[
 
 def apply(text: str) -> str:
     """Hand a manifest to the cluster that kubectl is set up for; gives what kubectl says."""
+    return _ask(["apply", "-f", "-"], text)
+
+
+def object_state(namespace: str, kind: str, name: str) -> str:
+    """The state of a run's object in Slurm's words; empty if the cluster does not know it."""
+    found = _ask(["--namespace", namespace, "get", kind, name, "--ignore-not-found", "--output=json"])
+    return state_of(json.loads(found).get("status", {})) if found else ""
+
+
+def state_of(status: Mapping[str, Any]) -> str:
+    """What the status of a JobSet, a TrainJob or a PyTorchJob comes to."""
+    true = {condition["type"] for condition in status.get("conditions", []) if condition.get("status") == "True"}
+    if true & {"Completed", "Complete", "Succeeded"}:
+        return "COMPLETED"
+    if "Failed" in true:
+        return "FAILED"
+    if "Suspended" in true:
+        return "PENDING"  # Kueue has not admitted it
+    jobs = [*status.get("replicatedJobsStatus", []), *status.get("jobsStatus", [])]
+    active = true & {"Running", "Restarting"} or any(job.get("active") or job.get("ready") for job in jobs)
+    return "RUNNING" if active else "PENDING"
+
+
+def delete(namespace: str, kind: str, name: str) -> None:
+    """Remove a run's objects."""
+    kinds = ",".join([kind, "secret", "networkpolicy", *(["trainingruntime"] if kind == "trainjob" else [])])
+    _ask(["--namespace", namespace, "delete", kinds, "--selector", f"{INSTANCE}={name}", "--wait=false"])
+
+
+def _ask(arguments: Sequence[str], text: str | None = None) -> str:
+    """What kubectl says; an error is one sentence."""
     if shutil.which("kubectl") is None:
-        raise ConfigError("kubectl is not on this machine; leave out --apply and hand the manifest over where it is")
+        raise ConfigError("kubectl is not on this machine; run this, or hand the manifest over, where it is")
     try:
-        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         raise KubernetesError("kubectl gave no answer within two minutes: can the cluster be reached?") from None
     if done.returncode:

@@ -12,7 +12,7 @@ TAIL = 40  # lines of a failed rank's log
 
 
 def log_files(run: Path, rank: int | None) -> list[Path]:
-    """The console's log, or all files of one rank, oldest first."""
+    """The console's log, or all files of one rank, oldest first; what its NCCL says is beside them in nccl-RANK.log."""
     if rank is None:
         return [*sorted((run / LAUNCH).glob("slurm-*.out")), run / LOGS / "train.log"]
     found = [*(run / LOGS).glob(f"rank-{rank}.log"), *(run / LOGS).glob(f"*/rank-{rank}.log")]

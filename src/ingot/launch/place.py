@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from ingot.config.load import load_config
 from ingot.errors import ConfigError
 from ingot.launch.ladder import read_history
 from ingot.launch.profiles import find_profile, launch_defaults
-from ingot.launch.spec import LaunchSpec, make_spec
+from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
 from ingot.parallel.fit import choose_layout
 from ingot.train.config import RunConfig
 from ingot.train.run_files import METRICS
 
+DOWN = "down"  # in the launch folder, written by the job script
 STRIKES = 2  # failures of a node's own after which it is not used any more
+INFRASTRUCTURE = ("machine", "transport", "hang")  # a node's fault
 SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
@@ -46,6 +49,23 @@ def place_training(
     return spec, notes
 
 
+def place_preparation(
+    arguments: list[str], folder: Path, label: str, options: dict[str, Any]
+) -> tuple[LaunchSpec, list[str]]:
+    """The spec of a preparation whose output goes to `folder`, and sentences on what was decided."""
+    values, notes = with_defaults(options | {"gpus_per_node": 0})
+    run = folder.absolute() / f".prepare-{label}"
+    values |= {"verb": "prepare", "run_folder": str(run), "workdir": os.getcwd(), "arguments": arguments, "chain": 1,
+               "spares": 0}  # fmt: skip
+    values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", f"prepare-{label}")[:63])
+    if struck := strikes(run):
+        values["exclude"] = sorted({*values.get("exclude", []), *struck})
+        notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
+    spec = make_spec(values)
+    notes.append(f"{spec.nodes} jobs share the work, and a last one puts it together")
+    return spec, notes
+
+
 def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Options over the defaults of a file over the profile's, and a sentence on the file."""
     defaults, source = launch_defaults()
@@ -70,13 +90,17 @@ def signal_seconds(run: Path) -> tuple[int, str]:
     return 60 + math.ceil(2 * (save + step)), f"a save took {save:.1f} s, a step {step:.1f} s"
 
 
-def strikes(run: Path) -> dict[str, int]:
-    """Nodes that failed by themselves at least twice, over all jobs of a run."""
+def strikes(run: Path, least: int = STRIKES) -> dict[str, int]:
+    """Nodes that failed by themselves at least so often, over all jobs of a run."""
     counts: dict[str, int] = {}
+    with suppress(OSError):  # nodes that the cluster lost, who could not say so themselves: a line per job and node
+        for down in set((run / LAUNCH / DOWN).read_text(encoding="utf-8").splitlines()):
+            host = down.partition(" ")[2]
+            counts[host] = counts.get(host, 0) + 1
     for line in read_history(run):
-        if line["kind"] in ("machine", "hang") and isinstance(line.get("host"), str) and line["host"]:
+        if line["kind"] in INFRASTRUCTURE and isinstance(line.get("host"), str) and line["host"]:
             counts[line["host"]] = counts.get(line["host"], 0) + 1
-    return {host: count for host, count in counts.items() if count >= STRIKES}
+    return {host: count for host, count in counts.items() if count >= least}
 
 
 def parse_env(pairs: list[str]) -> dict[str, str]:

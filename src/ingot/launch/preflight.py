@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
-from ingot.launch.allreduce import Probe, fallback
+from ingot.launch.allreduce import Probe
 from ingot.launch.attempt import STOP_SIGNALS
 from ingot.launch.blame import (
     Group,
@@ -34,6 +34,7 @@ from ingot.launch.ladder import FINAL, node_name
 from ingot.launch.node import NODES_VARIABLE
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec
+from ingot.launch.transport import fallback
 
 REPORT_SECONDS = 30.0  # for the others' reports
 IMAGE_SECONDS = 300.0  # the same where each node unpacks an image first

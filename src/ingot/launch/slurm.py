@@ -7,23 +7,24 @@ allocation, logs that are appended to, nodes taken out that failed, and a port t
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_FAULT, ConfigError, IngotError
 from ingot.launch.node import NODES_VARIABLE
 from ingot.launch.profiles import find_profile
-from ingot.launch.spec import SPEC, LaunchSpec
+from ingot.launch.spec import LAUNCH, SPEC, LaunchSpec
 from ingot.launch.worker import ATTEMPT_VARIABLE
 
 SCRIPT = "job.sh"
 PASSED = ("MASTER_ADDR", "MASTER_PORT", ATTEMPT_VARIABLE, NODES_VARIABLE)
 
-BODY = r"""
+HEAD = r"""
 set -euo pipefail
 umask 027
 
@@ -33,9 +34,32 @@ if ended; then
   exit 0
 fi
 mkdir -p "$LAUNCH/output"
+rm -f "$LAUNCH/bad.$SLURM_JOB_ID" # after a requeue all get another chance, or there might be too few for ever
 
+# The image onto each node's own disk: once, checked, the last two kept. A node where that fails is left out.
+if [[ -n $STAGE ]]; then
+  read -r digest _ <"$IMAGE.sha256"
+  # shellcheck disable=SC2016  # expanded on the nodes
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --label --open-mode=append \
+    --output="$LAUNCH/output/$SLURM_JOB_ID.stage.%n.out" bash -c '
+      stage() {
+        mkdir -p "$2" && exec 9>"$2/.lock" && flock 9 || return
+        if [[ ! -s $2/$3.sqsh ]]; then
+          rm -f "$2"/.*.draft
+          cp "$1" "$2/.$3.draft" && echo "$3  $2/.$3.draft" | sha256sum --check --quiet &&
+            sync "$2/.$3.draft" && mv "$2/.$3.draft" "$2/$3.sqsh" || return
+        fi
+        touch "$2/$3.sqsh" && ls -t "$2"/*.sqsh | tail -n +3 | xargs -r rm -f
+      }
+      stage "$@" || { echo "cannot copy $1 to $2 and find its SHA-256 there"; echo "$SLURMD_NODENAME" >>"$4"; }
+    ' stage "$IMAGE" "$STAGE" "$digest" "$LAUNCH/bad.$SLURM_JOB_ID" || true
+  SRUN+=("--container-image=$STAGE/$digest.sqsh")
+fi
+"""
+
+BODY = r"""
 # Asked to stop (USR2 before the time limit, TERM by scancel): tell the step to save, and go on waiting for it.
-asked='' pid='' step=0 attempt=0
+asked='' pid='' attempt=0 silent=0 step=$((${#STAGE} > 0)) # steps are counted; staging was one
 # shellcheck disable=SC2317  # called by the traps
 forward() {
   asked=$1
@@ -45,7 +69,6 @@ trap 'forward USR2' USR2
 trap 'forward TERM' TERM
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-rm -f "$LAUNCH/bad.$SLURM_JOB_ID" # after a requeue all get another chance, or there might be too few for ever
 while :; do
   attempt=$((attempt + 1))
   id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
@@ -74,14 +97,19 @@ while :; do
   done
   pid=''
   step=$((step + 1))
-  code=$rc
-  [[ ! -s $LAUNCH/code.$id ]] || code=$(<"$LAUNCH/code.$id")
+  code=$rc silent=$((silent + 1))
+  if [[ -s $LAUNCH/code.$id ]]; then code=$(<"$LAUNCH/code.$id") silent=0; fi
   echo "attempt $id ended: srun $rc, run $code"
   if ended || [[ -n $asked || $code == 0 || $code == 75 ]]; then break; fi
   if [[ $code == 2 || $code == 3 ]]; then break; fi
+  if ((silent == 6)); then # the worker never got as far as to judge for itself
+    echo "$silent attempts ended without a word; what srun said is in $LAUNCH/output" | tee "$LAUNCH/HALT"
+    code=3
+    break
+  fi
   # a node that the cluster has lost is not asked again
   sinfo --noheader --Node --states=down,drain,fail,no_respond --nodes="$list" --format=%N 2>/dev/null |
-    sort -u >>"$LAUNCH/bad.$SLURM_JOB_ID" || true
+    sort -u | tee -a "$LAUNCH/bad.$SLURM_JOB_ID" | sed "s/^/$SLURM_JOB_ID /" >>"$LAUNCH/down" || true
   sleep "$((attempt < 5 ? attempt : 30))" &
   wait $! || true
 done
@@ -103,15 +131,19 @@ class SlurmError(IngotError):
 
 
 def render(spec: LaunchSpec) -> str:
-    """The whole script."""
+    """The script of a training run."""
+    chain = [f"--array=1-{spec.chain}%1"] if spec.chain > 1 else []
+    return assemble(spec, spec.nodes + spec.spares, [*chain, *(["--no-kill"] if spec.spares else [])], BODY)
+
+
+def assemble(spec: LaunchSpec, nodes: int, more: Sequence[str], body: str) -> str:
+    """Options, values and fixed text as a script."""
     gpus = [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
     options = [
-        f"--job-name={spec.name}", f"--nodes={spec.nodes + spec.spares}", "--ntasks-per-node=1", *gpus,
+        f"--job-name={spec.name}", f"--nodes={nodes}", "--ntasks-per-node=1", *gpus,
         *([f"--cpus-per-task={spec.cpus_per_task}"] if spec.cpus_per_task else []),
         "--exclusive", "--mem=0", "--wait-all-nodes=1", "--requeue", "--open-mode=append",
-        f"--output={spec.folder}/slurm-%j.out", f"--time={spec.time}", f"--signal=B:USR2@{spec.signal_seconds}",
-        *([f"--array=1-{spec.chain}%1"] if spec.chain > 1 else []),
-        *(["--no-kill"] if spec.spares else []),
+        f"--output={spec.folder}/slurm-%j.out", f"--time={spec.time}", f"--signal=B:USR2@{spec.signal_seconds}", *more,
         *(f"--{name}={value}" for name in ("partition", "account", "qos", "reservation")
           if (value := getattr(spec, name))),
         *([f'--constraint="{spec.constraint}"'] if spec.constraint else []),
@@ -123,13 +155,15 @@ def render(spec: LaunchSpec) -> str:
         "LAUNCH": str(spec.folder),
         "PYTHON": spec.python or ("python3" if spec.image else sys.executable),
         "NODES": str(spec.nodes),
+        "IMAGE": spec.image or "",
+        "STAGE": spec.stage or "",
     }
     lines = ["#!/bin/bash", f"# Made by ingot for {spec.name}; its run is described in {SPEC} beside it."]
     lines += [f"#SBATCH {option}" for option in options]
     lines += [f"{name}={shlex.quote(value)}" for name, value in values.items()]
     lines += ["# shellcheck disable=SC2054,SC2191  # commas and = within an option"]
     lines += [f"SRUN=({' '.join(map(shlex.quote, srun))})"]
-    return "\n".join(lines) + BODY
+    return "\n".join(lines) + HEAD + body
 
 
 def container_options(spec: LaunchSpec) -> list[str]:
@@ -137,47 +171,61 @@ def container_options(spec: LaunchSpec) -> list[str]:
     if spec.image is None:
         return []
     profile = find_profile(spec.profile)
-    own = [f"{path}:{path}" for path in (spec.run_folder, spec.workdir)]
+    run = Path(spec.run_folder)
+    own = [f"{path}:{path}" for path in (run if spec.verb == "train" else run.parent, spec.workdir)]
     mounts = list(dict.fromkeys([*own, *spec.mounts, *profile.mounts]))
-    names = sorted({*PASSED, *profile.variables, *spec.env, *spec.secrets})
-    return [f"--container-image={spec.image}", f"--container-mounts={','.join(mounts)}",
-            f"--container-env={','.join(names)}", "--no-container-mount-home", "--container-writable"]  # fmt: skip
+    passed = PASSED if spec.verb == "train" else (ATTEMPT_VARIABLE,)
+    names = sorted({*passed, *profile.variables, *spec.env, *spec.secrets})
+    image = [] if spec.stage else [f"--container-image={spec.image}"]  # else the script knows where it is
+    return [*image, f"--container-mounts={','.join(mounts)}", f"--container-env={','.join(names)}",
+            "--no-container-mount-home", "--container-writable"]  # fmt: skip
 
 
-def write_script(spec: LaunchSpec) -> Path:
+def write_script(spec: LaunchSpec, name: str, text: str) -> Path:
     """Spec and script into the run folder."""
     spec.write()
-    path = spec.folder / SCRIPT
-    path.write_text(render(spec), encoding="utf-8")
+    path = spec.folder / name
+    path.write_text(text, encoding="utf-8")
     path.chmod(0o750)
     return path
 
 
-def submit(script: Path) -> str:
-    """Hand the script to sbatch; gives the job id."""
-    return ask(["sbatch", "--parsable", str(script)], f"the script is {script}").strip().partition(";")[0]
+def submit(script: Path, options: Sequence[str], env: Mapping[str, str]) -> str:
+    """Hand the script to sbatch, with variables for the job; gives the job id."""
+    own = dict(os.environ)
+    if "SLURM_JOB_ID" in own:  # inside a job: its size, memory and array are not the new one's
+        own = {name: value for name, value in own.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    answer = ask(["sbatch", "--parsable", *options, str(script)], f"the script is {script}", {**own, **env})
+    return answer.strip().partition(";")[0]
 
 
 def job_states(job: str) -> dict[str, str] | None:
-    """Ids and states of a job and its array elements; empty if Slurm no longer knows it, None if it cannot be asked."""
+    """Ids and states of a job and its array elements; empty if Slurm says that it no longer knows it, None if it cannot
+    be asked, or says nothing at all."""
     try:
         found = ask(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
     except SlurmError as error:
         return {} if "Invalid job id" in str(error) else None
-    return dict(line.split()[:2] for line in found.splitlines() if line.strip())
+    return dict(line.split()[:2] for line in found.splitlines() if line.strip()) or None
 
 
-def cancel(job: str, now: bool = False) -> None:
-    """End a job: with TERM first, which lets it save, or at once."""
-    ask(["scancel", *(["--signal=KILL", "--full"] if now else []), job])
+def cancel(job: str) -> None:
+    """End a job: TERM, on which it saves, and KILL when Slurm's KillWait is over."""
+    ask(["scancel", job])
 
 
-def ask(command: Sequence[str], more: str = "") -> str:
+def run_folder_of(job: str) -> Path | None:
+    """Where a job of ours writes, if Slurm still knows it."""
+    found = re.search(rf"^ *StdOut=(.+)/{LAUNCH}/slurm-[^/]+$", ask(["scontrol", "show", "job", job]), re.MULTILINE)
+    return Path(found[1]) if found else None
+
+
+def ask(command: Sequence[str], more: str = "", env: Mapping[str, str] | None = None) -> str:
     """What a command of Slurm's says; an error is one sentence."""
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not on this machine; run this where Slurm's commands are")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} gave no answer within a minute: is slurmctld running? {more}") from None
     if done.returncode:

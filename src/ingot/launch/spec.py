@@ -62,11 +62,11 @@ class LaunchSpec(Section):
     arguments: list[str] = Field(default_factory=list, max_length=10_000)
     """What stands behind the verb."""
     run_folder: AbsolutePath
-    """The run folder (for prepare, the output folder), seen by all nodes under the same path."""
+    """The run folder, seen by all nodes under the same path; for prepare, a folder of its own in the output's."""
     workdir: AbsolutePath
     """Where the command was given: relative paths in its arguments mean the same on the nodes."""
     nodes: int = Field(1, ge=1, le=100_000)
-    """Nodes that work."""
+    """Nodes that work; for prepare, jobs that share the work, each on a node of its own."""
     spares: int = Field(0, ge=0)
     """Nodes that wait until one of the others fails."""
     gpus_per_node: int = Field(0, ge=0, le=64)
@@ -77,6 +77,8 @@ class LaunchSpec(Section):
     """CPU cores of each node's task. Default: what the cluster gives."""
     image: str | None = Field(None, max_length=1000)
     """Container image: a squash file (absolute path) or a registry name."""
+    stage: AbsolutePath | None = None
+    """Folder on each node's own disk to which the squash file is copied first, with its hash checked."""
     mounts: list[Mount] = Field(default_factory=list)
     """Folders seen inside the container: SOURCE:TARGET[:ro]."""
     profile: Plain = "tcp"
@@ -128,6 +130,8 @@ class LaunchSpec(Section):
                 raise impossible("env", f"{name} looks like a secret, and would be written down; use --secret {name}")
         if self.image is not None and not re.fullmatch(r"[A-Za-z0-9/][A-Za-z0-9_.+:@#/-]*", self.image):
             raise impossible("image", f"{self.image[:60]!r} is neither a path nor an image name")
+        if self.stage is not None and not (self.image or "").startswith("/"):
+            raise impossible("stage", "only a squash file, an --image that is a path, can be copied to the nodes")
         if any("\x00" in argument for argument in self.arguments):
             raise impossible("arguments", "an argument has a NUL character in it")
         return self

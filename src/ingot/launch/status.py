@@ -4,22 +4,25 @@ Nothing is concluded from silence: a cluster that does not answer gives the stat
 """
 
 import json
+import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ingot.config.secrets import redact
-from ingot.errors import ConfigError
-from ingot.launch.jobs import Job, read_jobs
-from ingot.launch.ladder import START, newest_checkpoint, read_history
-from ingot.launch.place import strikes
-from ingot.launch.slurm import job_states
+from ingot.errors import ConfigError, IngotError
+from ingot.launch.back_end import LIVING, job_states, launched_verb
+from ingot.launch.jobs import read_jobs
+from ingot.launch.ladder import START, newest_checkpoint, read_failures, read_history
+from ingot.launch.place import STRIKES, strikes
+from ingot.launch.slurm import run_folder_of
 from ingot.launch.spec import LAUNCH
-from ingot.launch.submit import LIVING
 from ingot.launch.worker import HALT
-from ingot.train.run_files import CONFIG, FINISHED, METRICS, OWNER, STOP
+from ingot.train.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
 
+LEFT_OUT = ", left out of the next job"
 FRESH_SECONDS = 60.0  # an owner's file is touched every few
 
 
@@ -28,9 +31,14 @@ class Status:
     """What is known."""
 
     state: str
+    verb: str = "train"
+    pieces: int = 0
+    """Of a preparation that is going on: pieces of the input that are done."""
     batch: int = 0
     row: dict[str, Any] = field(default_factory=dict)
     checkpoint: int = 0
+    attempts: int = 0
+    """Starts of its processes, on whichever rung of the ladder."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, str] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)
@@ -43,13 +51,17 @@ class Status:
             figures = f"batch {self.batch}, loss {self.row.get('loss/train/total') or float('nan'):.4f}"
             figures += f", {self.row.get('throughput/tokens_per_sec', 0.0):,.0f} tok/s"
             out.append(figures + (f", {eta:.2f} h to go" if eta is not None and self.state != "finished" else ""))
-        out.append(f"last checkpoint: batch {self.checkpoint}" if self.checkpoint else "no checkpoint yet")
+        if self.pieces:
+            out.append(f"{self.pieces:,} pieces of the input are done")
+        if self.verb != "prepare":
+            out.append(f"last checkpoint: batch {self.checkpoint}" if self.checkpoint else "no checkpoint yet")
         out += [f"job {job}: {state}" for job, state in self.jobs.items()]
-        out.append(f"failures: {len(self.failures)}")
+        out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
         for failure in self.failures[-5:]:
             where = "attempt {attempt}, rank {rank} on {host}, batch {batch}".format(**failure)
             out.append(redact(f"  {failure['time']} {failure['kind']}: {failure['message']} ({where})"))
-        out += [f"node {node}: {count} strikes, left out of the next job" for node, count in self.strikes.items()]
+        for node, count in self.strikes.items():
+            out.append(f"node {node}: {count} strike{'s' * (count > 1)}" + (LEFT_OUT if count >= STRIKES else ""))
         return out
 
 
@@ -58,30 +70,44 @@ def find_run(text: str) -> Path:
     path = Path(text)
     if path.is_dir() and ((path / LAUNCH).is_dir() or (path / CONFIG).is_file() or (path / METRICS).is_file()):
         return path
-    if text.isdigit():
-        for jobs in Path().glob(f"runs/*/{LAUNCH}/jobs.jsonl"):
-            if any(job.id == text for job in read_jobs(jobs.parent.parent)):
-                return jobs.parent.parent
-        raise ConfigError(f"no run under {Path('runs').absolute()} has a job {text}; name the run folder instead")
-    raise ConfigError(f"{text} is no run folder: it has neither {CONFIG} nor {METRICS} nor {LAUNCH}")
+    if path.is_dir():
+        raise ConfigError(f"{text} is no run folder: it has neither {CONFIG} nor {METRICS} nor {LAUNCH}")
+    for jobs in Path().glob(f"runs/*/{LAUNCH}/jobs.jsonl"):
+        if any(job.id == text for job in read_jobs(jobs.parent.parent)):
+            return jobs.parent.parent
+    if re.fullmatch(r"[0-9]+(_[0-9]+)?", text):
+        with suppress(IngotError):  # Slurm is not here, or has forgotten it
+            found = run_folder_of(text)
+            if found is not None and found.is_dir():
+                return found
+    raise ConfigError(f"{text} is neither a run folder nor a job of one under {Path('runs').absolute()}; name the run "
+                      "folder")  # fmt: skip
 
 
 def read_status(run: Path) -> Status:
     """All that is known about a run."""
     rows = _tail(run / METRICS)
     history = [line for line in read_history(run) if line["kind"] != START]
-    jobs = read_jobs(run)
-    state = _seen_in_folder(run)  # before Slurm is asked, which may take its time
-    states = _job_states(jobs)
+    state = _seen_in_folder(run)  # before the back end is asked, which may take its time
+    states = job_states(run)
+    verb = launched_verb(run) or "train"
     return Status(
-        state=state or _by_jobs(run, jobs, states), checkpoint=newest_checkpoint(run), failures=history,
-        jobs=states or {}, strikes=strikes(run), row=rows, batch=int(rows.get("time/batch", 0)),
+        state=state or _by_jobs(run, verb, states), verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
+        checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=history, jobs=states or {},
+        strikes=strikes(run, 1), row=rows, batch=int(rows.get("time/batch", 0)),
     )  # fmt: skip
 
 
-def _job_states(jobs: list[Job]) -> dict[str, str] | None:
-    slurm = [job for job in jobs if job.back_end == "slurm"]
-    return job_states(slurm[-1].id) if slurm else {}
+def _attempts(run: Path) -> int:
+    """On a cluster each has a folder of logs; on one machine they share one, and all but the last have failed."""
+    folders = [path for path in (run / LOGS).glob("*") if path.is_dir()]
+    return len(folders) or (len(read_failures(run)) + 1 if (run / LOGS).is_dir() else 0)
+
+
+def _pieces(run: Path) -> int:
+    """Pieces in the journals of the preparation that this folder belongs to."""
+    journals = [path.read_bytes() for path in run.parent.glob(".*.partial/journal*.jsonl")]
+    return sum(journal.count(b'"task": "tokenize"') for journal in journals)
 
 
 def _seen_in_folder(run: Path) -> str:
@@ -95,14 +121,14 @@ def _seen_in_folder(run: Path) -> str:
     return ""
 
 
-def _by_jobs(run: Path, jobs: list[Job], states: dict[str, str] | None) -> str:
+def _by_jobs(run: Path, verb: str, states: dict[str, str] | None) -> str:
     if states is None:
-        return "unknown: Slurm does not answer"
+        return "unknown: the cluster does not answer"
     if living := [state for state in states.values() if state in LIVING]:
-        return "starting" if "RUNNING" in living else "queued"
+        return ("starting" if verb == "train" else "running") if "RUNNING" in living else "queued"
     if (run / STOP).exists():
         return "stopped by the file STOP"
-    return "not running" if (run / METRICS).exists() or jobs else "never started"
+    return "not running" if (run / METRICS).exists() or read_jobs(run) else "never started"
 
 
 def _tail(path: Path) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from ingot.launch.jobs import read_jobs
-from ingot.launch.slurm import cancel, job_states
-from ingot.launch.submit import LIVING
+from ingot.launch.back_end import end_jobs, launched_verb
 from ingot.train.run_files import FINISHED, STOP
 
 
@@ -13,12 +11,6 @@ def stop_run(run: Path, now: bool) -> str:
     if (run / FINISHED).exists():
         return f"{run} has finished already"
     (run / STOP).touch()  # keeps the rest of a chain from starting, too
-    jobs = [job for job in read_jobs(run) if job.back_end == "slurm"]
-    if not now or not jobs:
-        return f"asked {run} to save and stop after its present step"
-    states = job_states(jobs[-1].id)
-    if states is None:
-        return f"asked {run} to stop; Slurm does not answer, so job {jobs[-1].id} was not cancelled"
-    if any(state in LIVING for state in states.values()):
-        cancel(jobs[-1].id)
-    return f"cancelled job {jobs[-1].id} of {run}"
+    if now or launched_verb(run) == "prepare":  # a preparation loses only the pieces that it is at
+        return f"{run}: {end_jobs(run)}"
+    return f"asked {run} to save and stop after its present step"

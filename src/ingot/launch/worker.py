@@ -14,13 +14,13 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, ConfigError, IngotError
 from ingot.launch.attempt import LEFT_ALONE, Outcome, run_attempt
-from ingot.launch.ladder import judge, newest_checkpoint, read_failures, record
+from ingot.launch.ladder import judge, newest_checkpoint, node_name, read_failures, record
 from ingot.launch.node import NODES_VARIABLE, Node
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec, read_spec
@@ -35,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--pod", action="store_true", help="count attempts here: Kubernetes has no job script to do so")
+    parser.add_argument("--share", help="K/N of a preparation; without it, what ends the preparation")
     parser.add_argument("--check", action="store_true", help="look whether the nodes are fit, and run nothing")
     options = parser.parse_args()
     try:
@@ -47,6 +48,8 @@ def main() -> int:
             from ingot.launch.pod import run_pod
 
             return run_pod(spec, os.environ)
+        if spec.verb == "prepare":
+            return Worker(spec.model_copy(update={"nodes": 1}), os.environ).prepare(options.share, spec.nodes)
         return Worker(spec, os.environ).run()
     except IngotError as error:
         print(f"{socket.gethostname()}: error: {error}", file=sys.stderr)
@@ -64,6 +67,7 @@ class Worker:
         # Slurm's, an indexed job's of Kubernetes, or a PyTorchJob's
         names = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET_NODE_RANK", "RANK")
         self.rank = int(next((env[name] for name in names if name in env), "0"))
+        self.place = self.rank  # under which failures are written down
         self.code_file = spec.folder / f"code.{self.attempt}"
 
     def run(self) -> int:
@@ -82,7 +86,8 @@ class Worker:
             )
         logs = self.run_folder / LOGS / self.attempt
         before = newest_checkpoint(self.run_folder)
-        outcome = run_attempt([spec.verb, *spec.arguments], node, logs, self.attempt, self._others_failed)
+        transport = find_profile(spec.profile).transport if spec.nodes > 1 else ""
+        outcome = run_attempt([spec.verb, *spec.arguments], node, logs, self.attempt, self._others_failed, transport)
         if outcome.failure is None:
             return self._end(outcome.code)
         if outcome.failure.is_consequence and spec.nodes > 1:  # another node will say why, if it still can
@@ -91,6 +96,29 @@ class Worker:
                 time.sleep(0.05)
         if outcome.failure.message != LEFT_ALONE and not self._others_failed():
             self._record(outcome, newest_checkpoint(self.run_folder) > before)
+            if outcome.failure.kind == "transport":
+                self._leave_out([node_name()])
+        return self._end(outcome.failure.exit_code or EXIT_FAULT, outcome.failure.message)
+
+    def prepare(self, share: str | None, shares: int) -> int:
+        """One share of a preparation, or, as one more, what comes after all of them."""
+        self.place = int(share.partition("/")[0]) if share else shares
+        verdict = judge([failure for failure in read_failures(self.run_folder) if failure["rank"] == self.place])
+        if not verdict.again:
+            return self._end(verdict.exit_code, verdict.reason)
+        self._prepare()
+        if self.spec.preflight and (code := self._preflight()) is not None:
+            return code
+        command = [self.spec.verb, *self.spec.arguments, *(["--share", share] if share else [])]
+        node = Node(1, shares + 1, self.place, port=1)  # nobody meets there; the log is called after the share
+        outcome = run_attempt(command, node, self.run_folder / LOGS / self.attempt, self.attempt)
+        if outcome.code == EXIT_CONTINUE:  # scancel, or a node that is needed elsewhere
+            return EXIT_FAULT
+        if outcome.failure is None:
+            if share is None:
+                (self.run_folder / FINISHED).touch()
+            return self._end(EXIT_FINISHED)
+        self._record(outcome, progress=False)
         return self._end(outcome.failure.exit_code or EXIT_FAULT, outcome.failure.message)
 
     def check(self) -> int:
@@ -113,11 +141,9 @@ class Worker:
         def note(verdict: Verdict) -> None:
             for problem in verdict.problems[:1]:  # one line per attempt: the ladder counts them
                 more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
-                record(self.run_folder, attempt=self.attempt, rank=self.rank, batch=-1, kind=problem.kind,
+                record(self.run_folder, attempt=self.attempt, rank=self.place, batch=-1, kind=problem.kind,
                        message=problem.message + more, progress=False, host=problem.host)  # fmt: skip
-            if verdict.bad:
-                with (self.spec.folder / f"bad.{self.attempt.partition('.')[0]}").open("a") as file:
-                    file.write("".join(f"{host}\n" for host in verdict.bad))
+            self._leave_out(verdict.bad)
 
         try:
             verdict = Preflight(self.spec, self.attempt, self.rank).run(note)
@@ -129,6 +155,12 @@ class Worker:
             lines = [*(problem.message for problem in verdict.problems), *verdict.notes]
             print("\n".join(f"preflight: {line}" for line in lines), file=sys.stderr)
         return self._end(verdict.code, verdict.problems[0].message) if verdict.problems else None
+
+    def _leave_out(self, hosts: Sequence[str]) -> None:
+        """The next attempt of this job goes without these nodes."""
+        if hosts:
+            with (self.spec.folder / f"bad.{self.attempt.partition('.')[0]}").open("a") as file:
+                file.write("".join(f"{host}\n" for host in hosts))
 
     def _prepare(self) -> None:
         os.environ.update(self.variables())
@@ -165,10 +197,7 @@ class Worker:
         """What the profile, the user and the secrets add to the environment."""
         values = find_profile(self.spec.profile).variables | self.spec.env
         values |= {"PYTHONUNBUFFERED": "1"}
-        for name in self.spec.secrets:
-            if name not in os.environ:
-                values[name] = _read_secret(name)
-        return values
+        return values | {name: read_secret(name) for name in self.spec.secrets}
 
     def _limits(self) -> None:
         """As many open files and as much locked memory (for RDMA) as this user may have."""
@@ -186,8 +215,10 @@ def _left_out(reason: str) -> int:
     return EXIT_FAULT
 
 
-def _read_secret(name: str) -> str:
-    """A secret that the environment lacks: from a file that its owner alone can read."""
+def read_secret(name: str) -> str:
+    """A secret, from the environment or a file that its owner alone can read."""
+    if name in os.environ:
+        return os.environ[name]
     path = Path.home() / ".config" / "ingot" / "secrets" / name
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:

@@ -11,6 +11,10 @@ The bias needs no arithmetic per element either: softmax does not see what all k
 position is added, one value per column. Queries, keys and values are read from the fused projection where they lie, and
 their gradient is written in the same layout, so nothing is cut apart or put together.
 
+Documents and sliding windows are both a `span`, [2, B or 1, T] in int32: the first key that each query sees, and the
+last query that sees each key, neither ever falling along T. Blocks outside of it are not read, blocks inside pay no
+mask. Without slopes (all zero) this is plain causal attention within documents and windows.
+
 Shapes: B batch, T tokens, G key/value heads, P query heads per group, H = G P heads, D head width.
 qkv is [B, T, G, P + 2, D], the output [B, T, H, D]. Scores are in units of log2, so that exp2 does.
 """
@@ -58,53 +62,81 @@ def _reach(qkv, slopes, reach, T, sb, st, sg, ss, H, scale, bits, P: tl.constexp
 
 
 @triton.jit
-def _tile(base, row, column, st, T, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of a [T, D] matrix, zero where there is nothing."""
+def _tile(base, row, column, st, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
+    """Rows of a [T, D] matrix, zero where there is nothing; without EDGE all rows are there."""
     at = base + row[:, None] * st + column[None, :]
-    if D == DP:
+    if D != DP:
+        return tl.load(at, mask=(row < T)[:, None] & (column < D)[None, :], other=0.0)
+    if EDGE:
         return tl.load(at, mask=(row < T)[:, None], other=0.0)
-    return tl.load(at, mask=(row < T)[:, None] & (column < D)[None, :], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
-def _forward(qkv, out, lse, slopes, reach, T, sb, st, sg, ss, H, scale, P: tl.constexpr, D: tl.constexpr,
-             DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _sees(row, key, since, SPAN: tl.constexpr):
+    """Whether queries see keys; `since` is the first key that each query sees."""
+    if SPAN:
+        return (row >= key) & (key >= since)
+    return row >= key
+
+
+@triton.jit
+def _over_keys(highest, total, result, q, k_base, v_base, row, since, column, low, end, first, T, st, slope, scale,
+               D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """The softmax goes on over the keys low to end; EDGE where some are not seen."""
+    for start in range(low, end, N):
+        key = start + tl.arange(0, N)
+        k = _tile(k_base, key, column, st, T, D, DP, EDGE)
+        s = tl.dot(q, tl.trans(k)) * scale + (slope * (key - first))[None, :]  # [M, N]
+        if EDGE:
+            s = tl.where(_sees(row[:, None], key[None, :], since[:, None], SPAN), s, float("-inf"))
+        higher = tl.maximum(highest, tl.max(s, 1))
+        p = tl.exp2(s - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(p, 1)
+        v = _tile(v_base, key, column, st, T, D, DP, EDGE)
+        result = tl.dot(p.to(v.dtype), v, result * fade[:, None])
+        highest = higher
+    return highest, total, result
+
+
+@triton.jit
+def _keys_of(span, b, span_b, first, reach, T, M: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr):
+    """Of a block of queries: the first key to look at, where all of its queries see every key, where the diagonal
+    begins, the end; and the first key of each query."""
+    low, middle = tl.maximum(0, first - reach) // N * N, first // N * N
+    row, edge = first + tl.arange(0, M), low
+    since = row
+    if SPAN:
+        since = tl.load(span + b * span_b + row, mask=row < T, other=0)
+        low = tl.maximum(low, tl.load(span + b * span_b + first) // N * N)
+        last = tl.load(span + b * span_b + tl.minimum(first + M, T) - 1)
+        edge = tl.minimum(middle, tl.maximum(low, (last + N - 1) // N * N))
+    return low, edge, middle, tl.minimum(first + M, T), since
+
+
+@triton.jit
+def _forward(qkv, out, lse, slopes, reach, span, span_b, T, sb, st, sg, ss, H, scale, P: tl.constexpr, D: tl.constexpr,
+             DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the long rows first
     b, h = (bh // H).to(tl.int64), bh % H
     base = qkv + b * sb + (h // P) * sg
+    k, v = base + P * ss, base + (P + 1) * ss
     first = block * M
     row, column = first + tl.arange(0, M), tl.arange(0, DP)
-    q = _tile(base + (h % P) * ss, row, column, st, T, D, DP)
+    q = _tile(base + (h % P) * ss, row, column, st, T, D, DP, True)
     slope = tl.load(slopes + h)
-    highest = tl.full([M], float("-inf"), tl.float32)
+    highest = tl.full([M], -1e30, tl.float32)  # not infinite: a query may see nothing of its first block
     total = tl.zeros([M], tl.float32)
     result = tl.zeros([M, DP], tl.float32)
-    low = tl.maximum(0, first - tl.load(reach + bh)) // N * N
-    middle = first // N * N
-    end = tl.minimum(first + M, T)
-    for start in range(low, middle, N):
-        key = start + tl.arange(0, N)
-        k = tl.load(base + P * ss + key[:, None] * st + column[None, :], mask=(column < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k)) * scale + (slope * (key - first))[None, :]  # [M, N]
-        higher = tl.maximum(highest, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(p, 1)
-        v = tl.load(base + (P + 1) * ss + key[:, None] * st + column[None, :], mask=(column < D)[None, :], other=0.0)
-        result = tl.dot(p.to(v.dtype), v, result * fade[:, None])
-        highest = higher
-    for start in range(middle, end, N):  # the diagonal
-        key = start + tl.arange(0, N)
-        k = _tile(base + P * ss, key, column, st, T, D, DP)
-        s = tl.dot(q, tl.trans(k)) * scale + (slope * (key - first))[None, :]
-        s = tl.where(row[:, None] >= key[None, :], s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(p, 1)
-        v = _tile(base + (P + 1) * ss, key, column, st, T, D, DP)
-        result = tl.dot(p.to(v.dtype), v, result * fade[:, None])
-        highest = higher
+    low, edge, middle, end, since = _keys_of(span, b, span_b, first, tl.load(reach + bh), T, M, N, SPAN)
+    if SPAN:
+        highest, total, result = _over_keys(highest, total, result, q, k, v, row, since, column, low, edge, first, T,
+                                            st, slope, scale, D, DP, N, True, SPAN)  # fmt: skip
+    highest, total, result = _over_keys(highest, total, result, q, k, v, row, since, column, edge, middle, first, T,
+                                        st, slope, scale, D, DP, N, False, SPAN)  # fmt: skip
+    highest, total, result = _over_keys(highest, total, result, q, k, v, row, since, column, middle, end, first, T,
+                                        st, slope, scale, D, DP, N, True, SPAN)  # fmt: skip
     result = result / total[:, None]
     at = out + ((b * T + row[:, None]) * H + h) * D + column[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=(row < T)[:, None] & (column < D)[None, :])
@@ -124,48 +156,63 @@ def _delta(out, d_out, delta, T, H, rows, D: tl.constexpr, DP: tl.constexpr, ROW
 
 
 @triton.jit
-def _backward_kv(qkv, d_out, d_qkv, lse, delta, slopes, reach, T, sb, st, sg, ss, db, dt, dg, ds_, H, scale,
-                 P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _over_queries(d_k, d_v, k, v, q_base, o_base, lse, delta, span, key, column, low, end, T, st, so, slope, scale,
+                  D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
+                  SPAN: tl.constexpr):  # fmt: skip
+    """The gradients of keys and values grow by the queries low to end; EDGE where some do not see all keys."""
+    for start in range(low, end, M):
+        row = start + tl.arange(0, M)
+        q = _tile(q_base, row, column, st, T, D, DP, True)
+        level = tl.load(lse + row, mask=row < T, other=float("inf")) + slope * (row - start)
+        s = tl.dot(k, tl.trans(q)) * scale + (slope * (key - start))[:, None]  # [N, M]
+        p = tl.exp2(s - level[None, :])
+        if EDGE:
+            since = row
+            if SPAN:
+                since = tl.load(span + row, mask=row < T, other=0)
+            p = tl.where(_sees(row[None, :], key[:, None], since[None, :], SPAN), p, 0.0)
+        d_o = _tile(o_base, row, column, so, T, D, DP, True)
+        d_v = tl.dot(p.to(d_o.dtype), d_o, d_v)
+        d_p = tl.dot(v, tl.trans(d_o))
+        d_s = p * (d_p - tl.load(delta + row, mask=row < T, other=0.0)[None, :])
+        d_k = tl.dot(d_s.to(q.dtype), q, d_k)
+    return d_k, d_v
+
+
+@triton.jit
+def _backward_kv(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, span_last, T, sb, st, sg, ss, db, dt, dg,
+                 ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                 SPAN: tl.constexpr):  # fmt: skip
     """Gradients of one block of keys and values, over all queries that see them."""
     block, bg = tl.program_id(0), tl.program_id(1)  # the long columns first
     groups = H // P
     b, g = (bg // groups).to(tl.int64), bg % groups
     base = qkv + b * sb + g * sg
+    since = span + b * span_b
     first = block * N
     key, column = first + tl.arange(0, N), tl.arange(0, DP)
-    k = _tile(base + P * ss, key, column, st, T, D, DP)
-    v = _tile(base + (P + 1) * ss, key, column, st, T, D, DP)
+    k = _tile(base + P * ss, key, column, st, T, D, DP, True)
+    v = _tile(base + (P + 1) * ss, key, column, st, T, D, DP, True)
     d_k = tl.zeros([N, DP], tl.float32)
     d_v = tl.zeros([N, DP], tl.float32)
     for member in range(P):
         h = g * P + member
         bh = b * H + h
         slope = tl.load(slopes + h)
+        q, o, level, inner = base + member * ss, d_out + (b * T * H + h) * D, lse + bh * T, delta + bh * T
         end = tl.minimum(T, first + N + tl.load(reach + bh))
         middle = tl.minimum((first + N + M - 1) // M * M, T)
-        q_base, o_base = base + member * ss, d_out + (b * T * H + h) * D
-        for start in range(first // M * M, middle, M):  # the diagonal
-            row = start + tl.arange(0, M)
-            q = _tile(q_base, row, column, st, T, D, DP)
-            level = tl.load(lse + bh * T + row, mask=row < T, other=float("inf")) + slope * (row - start)
-            s = tl.dot(k, tl.trans(q)) * scale + (slope * (key - start))[:, None]  # [N, M]
-            p = tl.where(row[None, :] >= key[:, None], tl.exp2(s - level[None, :]), 0.0)
-            d_o = _tile(o_base, row, column, H * D, T, D, DP)
-            d_v = tl.dot(p.to(d_o.dtype), d_o, d_v)
-            d_p = tl.dot(v, tl.trans(d_o))
-            d_s = p * (d_p - tl.load(delta + bh * T + row, mask=row < T, other=0.0)[None, :])
-            d_k = tl.dot(d_s.to(q.dtype), q, d_k)
-        for start in range(middle, end, M):
-            row = start + tl.arange(0, M)
-            q = _tile(q_base, row, column, st, T, D, DP)
-            level = tl.load(lse + bh * T + row, mask=row < T, other=float("inf")) + slope * (row - start)
-            s = tl.dot(k, tl.trans(q)) * scale + (slope * (key - start))[:, None]
-            p = tl.exp2(s - level[None, :])
-            d_o = _tile(o_base, row, column, H * D, T, D, DP)
-            d_v = tl.dot(p.to(d_o.dtype), d_o, d_v)
-            d_p = tl.dot(v, tl.trans(d_o))
-            d_s = p * (d_p - tl.load(delta + bh * T + row, mask=row < T, other=0.0)[None, :])
-            d_k = tl.dot(d_s.to(q.dtype), q, d_k)
+        edge = end
+        if SPAN:  # how far the first key is seen, and how far the last
+            end = tl.minimum(end, tl.load(since + span_last + tl.minimum(first + N, T) - 1) + 1)
+            edge = tl.minimum(end, tl.maximum(middle, (tl.load(since + span_last + first) + 1) // M * M))
+        d_k, d_v = _over_queries(d_k, d_v, k, v, q, o, level, inner, since, key, column, first // M * M, middle, T, st,
+                                 H * D, slope, scale, D, DP, M, True, SPAN)  # fmt: skip
+        d_k, d_v = _over_queries(d_k, d_v, k, v, q, o, level, inner, since, key, column, middle, edge, T, st,
+                                 H * D, slope, scale, D, DP, M, False, SPAN)  # fmt: skip
+        if SPAN:
+            d_k, d_v = _over_queries(d_k, d_v, k, v, q, o, level, inner, since, key, column, tl.maximum(middle, edge),
+                                     end, T, st, H * D, slope, scale, D, DP, M, True, SPAN)  # fmt: skip
     d_k *= scale * 0.6931471805599453  # of log2 scores
     at = d_qkv + b * db + g * dg + key[:, None] * dt + column[None, :]
     there = (key < T)[:, None] & (column < D)[None, :]
@@ -174,48 +221,58 @@ def _backward_kv(qkv, d_out, d_qkv, lse, delta, slopes, reach, T, sb, st, sg, ss
 
 
 @triton.jit
-def _backward_q(qkv, d_out, d_qkv, lse, delta, slopes, reach, T, sb, st, sg, ss, db, dt, dg, ds_, H, scale,
-                P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _over_keys_back(d_q, q, d_o, level, inner, k_base, v_base, row, since, column, low, end, first, T, st, slope,
+                    scale, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr,
+                    SPAN: tl.constexpr):  # fmt: skip
+    """The gradient of queries grows by the keys low to end."""
+    for start in range(low, end, N):
+        key = start + tl.arange(0, N)
+        k = _tile(k_base, key, column, st, T, D, DP, EDGE)
+        v = _tile(v_base, key, column, st, T, D, DP, EDGE)
+        s = tl.dot(q, tl.trans(k)) * scale + (slope * (key - first))[None, :]
+        p = tl.exp2(s - level[:, None])
+        if EDGE:
+            p = tl.where(_sees(row[:, None], key[None, :], since[:, None], SPAN), p, 0.0)
+        d_p = tl.dot(d_o, tl.trans(v))
+        d_s = p * (d_p - inner[:, None])
+        d_q = tl.dot(d_s.to(k.dtype), k, d_q)
+    return d_q
+
+
+@triton.jit
+def _backward_q(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, span_last, T, sb, st, sg, ss, db, dt, dg,
+                ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+                SPAN: tl.constexpr):  # fmt: skip
     """The gradient of one block of queries, over all keys that it sees."""
     block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
     base = qkv + b * sb + (h // P) * sg
+    k, v = base + P * ss, base + (P + 1) * ss
     first = block * M
     row, column = first + tl.arange(0, M), tl.arange(0, DP)
-    q = _tile(base + (h % P) * ss, row, column, st, T, D, DP)
-    d_o = _tile(d_out + (b * T * H + h) * D, row, column, H * D, T, D, DP)
+    q = _tile(base + (h % P) * ss, row, column, st, T, D, DP, True)
+    d_o = _tile(d_out + (b * T * H + h) * D, row, column, H * D, T, D, DP, True)
     slope = tl.load(slopes + h)
     level = tl.load(lse + bh * T + row, mask=row < T, other=float("inf")) + slope * (row - first)
     inner = tl.load(delta + bh * T + row, mask=row < T, other=0.0)
     d_q = tl.zeros([M, DP], tl.float32)
-    low = tl.maximum(0, first - tl.load(reach + bh)) // N * N
-    middle = first // N * N
-    end = tl.minimum(first + M, T)
-    for start in range(low, middle, N):
-        key = start + tl.arange(0, N)
-        k = tl.load(base + P * ss + key[:, None] * st + column[None, :], mask=(column < D)[None, :], other=0.0)
-        v = tl.load(base + (P + 1) * ss + key[:, None] * st + column[None, :], mask=(column < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k)) * scale + (slope * (key - first))[None, :]
-        p = tl.exp2(s - level[:, None])
-        d_p = tl.dot(d_o, tl.trans(v))
-        d_s = p * (d_p - inner[:, None])
-        d_q = tl.dot(d_s.to(k.dtype), k, d_q)
-    for start in range(middle, end, N):  # the diagonal
-        key = start + tl.arange(0, N)
-        k = _tile(base + P * ss, key, column, st, T, D, DP)
-        v = _tile(base + (P + 1) * ss, key, column, st, T, D, DP)
-        s = tl.dot(q, tl.trans(k)) * scale + (slope * (key - first))[None, :]
-        p = tl.where(row[:, None] >= key[None, :], tl.exp2(s - level[:, None]), 0.0)
-        d_p = tl.dot(d_o, tl.trans(v))
-        d_s = p * (d_p - inner[:, None])
-        d_q = tl.dot(d_s.to(k.dtype), k, d_q)
+    low, edge, middle, end, since = _keys_of(span, b, span_b, first, tl.load(reach + bh), T, M, N, SPAN)
+    if SPAN:
+        d_q = _over_keys_back(d_q, q, d_o, level, inner, k, v, row, since, column, low, edge, first, T, st, slope,
+                              scale, D, DP, N, True, SPAN)  # fmt: skip
+    d_q = _over_keys_back(d_q, q, d_o, level, inner, k, v, row, since, column, edge, middle, first, T, st, slope,
+                          scale, D, DP, N, False, SPAN)  # fmt: skip
+    d_q = _over_keys_back(d_q, q, d_o, level, inner, k, v, row, since, column, middle, end, first, T, st, slope,
+                          scale, D, DP, N, True, SPAN)  # fmt: skip
     d_q *= scale * 0.6931471805599453
     at = d_qkv + b * db + (h // P) * dg + (h % P) * ds_ + row[:, None] * dt + column[None, :]
     tl.store(at, d_q.to(d_qkv.dtype.element_ty), mask=(row < T)[:, None] & (column < D)[None, :])
 
 
 @torch.library.custom_op("ingot::alibi_attention", mutates_args=())
-def alibi_attention(qkv: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def alibi_attention(
+    qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention [B, T, H, D] of a fused projection [B, T, G, P + 2, D]; then, for the backward pass, the log of each
     row's sum and each head's reach."""
     B, T, G, slots, D = qkv.shape
@@ -228,13 +285,14 @@ def alibi_attention(qkv: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, 
     _reach[(B * H,)](qkv, slopes2, reach, *shape, NEGLIGIBLE, P, D, DP, 128, num_warps=8)
     M, N, warps, stages = FORWARD.get(DP, FORWARD[128])
     _forward[(triton.cdiv(T, M), B * H)](
-        qkv, out, lse, slopes2, reach, *shape, P, D, DP, M, N, num_warps=warps, num_stages=stages
-    )
+        qkv, out, lse, slopes2, reach, *_seen(span, reach)[:2], *shape, P, D, DP, M, N, span is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return out, lse, reach
 
 
 @alibi_attention.register_fake
-def _(qkv: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     B, T, G, slots, D = qkv.shape
     H = G * (slots - 2)
     return qkv.new_empty(B, T, H, D), slopes.new_empty(B, H, T), slopes.new_empty(B, H, dtype=torch.int32)
@@ -242,8 +300,9 @@ def _(qkv: Tensor, slopes: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor
 
 @torch.library.custom_op("ingot::alibi_attention_backward", mutates_args=())
 def alibi_attention_backward(
-    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float
-) -> Tensor:
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float,
+    span: Tensor | None,
+) -> Tensor:  # fmt: skip
     B, T, G, slots, D = qkv.shape
     P, H, DP = slots - 2, G * (slots - 2), triton.next_power_of_2(D)
     d_out = d_out.contiguous()
@@ -252,31 +311,43 @@ def alibi_attention_backward(
     rows = B * T * H
     _delta[(triton.cdiv(rows, 64),)](out, d_out, delta, T, H, rows, D, DP, 64)
     slopes2 = slopes * LOG2E
-    shape = (T, *qkv.stride()[:4], *d_qkv.stride()[:4], H, scale * LOG2E)
+    shape = (*_seen(span, reach), T, *qkv.stride()[:4], *d_qkv.stride()[:4], H, scale * LOG2E)
     M, N, warps, stages = BACKWARD_KV.get(DP, BACKWARD_KV[128])
     _backward_kv[(triton.cdiv(T, N), B * G)](
-        qkv, d_out, d_qkv, lse, delta, slopes2, reach, *shape, P, D, DP, M, N, num_warps=warps, num_stages=stages
-    )
+        qkv, d_out, d_qkv, lse, delta, slopes2, reach, *shape, P, D, DP, M, N, span is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     M, N, warps, stages = BACKWARD_Q.get(DP, BACKWARD_Q[128])
     _backward_q[(triton.cdiv(T, M), B * H)](
-        qkv, d_out, d_qkv, lse, delta, slopes2, reach, *shape, P, D, DP, M, N, num_warps=warps, num_stages=stages
-    )
+        qkv, d_out, d_qkv, lse, delta, slopes2, reach, *shape, P, D, DP, M, N, span is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return d_qkv
 
 
 @alibi_attention_backward.register_fake
-def _(d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float) -> Tensor:
+def _(
+    d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float,
+    span: Tensor | None,
+) -> Tensor:  # fmt: skip
     return qkv.new_empty(qkv.shape)
 
 
+def _seen(span: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
+    """The span as the kernels take it: where it lies, its step from sequence to sequence and to its second half."""
+    if span is None:
+        return other, 0, 0  # never read
+    return span, span.stride(1) if span.shape[1] > 1 else 0, span.stride(0)
+
+
 def _save(ctx, inputs, output) -> None:
-    qkv, slopes, ctx.scale = inputs
-    ctx.save_for_backward(qkv, slopes, *output)
+    qkv, slopes, ctx.scale, span = inputs
+    ctx.save_for_backward(qkv, slopes, span, *output)
 
 
-def _gradient(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
-    qkv, slopes, out, lse, reach = ctx.saved_tensors
-    return alibi_attention_backward(d_out, qkv, out, lse, reach, slopes, ctx.scale), None, None
+def _gradient(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+    qkv, slopes, span, out, lse, reach = ctx.saved_tensors
+    return alibi_attention_backward(d_out, qkv, out, lse, reach, slopes, ctx.scale, span), None, None, None
 
 
 alibi_attention.register_autograd(_gradient, setup_context=_save)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.model.config import ModelConfig
+from ingot.model.narrow import autocast_dtype
 from ingot.model.norm import make_norm
 
 
@@ -37,15 +38,20 @@ class KVCache:
 
 def choose_kernel(config: ModelConfig, device: torch.device) -> tuple[str, str]:
     """The attention kernel for training on a device, and why."""
-    if config.positions != "alibi":
+    special = {
+        "ALiBi": config.positions == "alibi", "documents apart": config.document_mask,
+        "a sliding window": config.sliding_window is not None,
+    }  # fmt: skip
+    what = ", ".join(name for name, wanted in special.items() if wanted)
+    if not what:
         return "sdpa", "plain causal attention: torch picks cuDNN, Flash or its CPU kernel"
     if device.type != "cuda":
-        return "sdpa", "ALiBi as an additive mask, since our kernel for it needs a GPU"
+        return "sdpa", f"{what} as an additive mask, since our kernel for it needs a GPU"
     if config.attn_pdrop > 0:
-        return "sdpa", "ALiBi as an additive mask, since our kernel for it has no dropout"
+        return "sdpa", f"{what} as an additive mask, since our kernel for it has no dropout"
     if find_spec("triton") is None:
-        return "sdpa", "ALiBi as an additive mask, since our kernel for it needs Triton, which is not installed"
-    return "alibi", "our Triton kernel, which skips what ALiBi makes vanish"
+        return "sdpa", f"{what} as an additive mask, since our kernel for it needs Triton, which is not installed"
+    return "triton", f"our kernel for {what}, which skips what is not seen"
 
 
 def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:
@@ -57,21 +63,39 @@ def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:
     return slopes  # [H]
 
 
-def causal_bias(slopes: Tensor | None, new: int, total: int, device: torch.device) -> Tensor:
-    """Added to the scores of the last `new` of `total` tokens: ALiBi where there is one, -inf for the future."""
+def causal_bias(slopes: Tensor | None, new: int, total: int, device: torch.device, window: int | None = None) -> Tensor:
+    """Added to the scores of the last `new` of `total` tokens: ALiBi where there is one, -inf for the future and for
+    what lies before the window."""
     query = torch.arange(total - new, total, device=device)[:, None]
     key = torch.arange(total, device=device)[None, :]
     distance = (key - query).float()  # [T, S], zero or less where visible
     bias = distance * slopes[:, None, None].to(device) if slopes is not None else torch.zeros_like(distance)[None]
-    return bias.masked_fill(distance > 0, float("-inf"))[None]  # [1, H or 1, T, S]
+    unseen = (distance > 0) | (distance <= -(window or total))
+    return bias.masked_fill(unseen, float("-inf"))[None]  # [1, H or 1, T, S]
+
+
+def visible_span(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
+    """The first key that each query sees and the last query that sees each key, [2, B or 1, T], where it is not all;
+    documents [B, T] are numbered in rising order."""
+    if window is None and documents is None:
+        return None
+    at = torch.arange(length, device=device)[None]
+    window = window or length
+    first, last = (at - window + 1).clamp(min=0), (at + window - 1).clamp(max=length - 1)
+    if documents is not None:
+        first = torch.maximum(first, torch.searchsorted(documents, documents))
+        last = torch.minimum(last, torch.searchsorted(documents, documents, right=True) - 1)
+    return torch.stack([first, last]).int()
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, rotary_dim] for the half-split (GPT-NeoX, Llama) form of rotary positions [T]."""
+    """Cosine and sine [T, rotary_dim] for the half-split (GPT-NeoX, Llama) form of rotary positions [T]; of positions
+    [B, T], [B, 1, T, rotary_dim]."""
     dim = config.rotary_dim
     inverse = 1.0 / config.rotary_base ** (torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
-    angles = torch.outer(positions.float(), inverse)
+    angles = positions.float()[..., None] * inverse
     angles = torch.cat([angles, angles], dim=-1)
+    angles = angles[:, None] if positions.ndim == 2 else angles
     return angles.cos(), angles.sin()
 
 
@@ -95,8 +119,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.d_model, (heads + 2 * groups) * width, bias=not config.no_bias)
         self.out = nn.Linear(heads * width, config.d_model, bias=not config.no_bias)
         if config.qk_ln:
-            self.q_norm = make_norm(config, heads * width)
-            self.k_norm = make_norm(config, groups * width)
+            each = config.qk_ln == "heads"
+            self.q_norm = make_norm(config, width if each else heads * width)
+            self.k_norm = make_norm(config, width if each else groups * width)
 
     def forward(
         self,
@@ -113,9 +138,12 @@ class Attention(nn.Module):
         per_group = c.n_heads // c.kv_heads
         qkv = qkv.view(batch, time, -1, per_group + 2, c.head_width)  # [B, T, G, queries + key + value, D]
         q, k, v = qkv[:, :, :, :per_group], qkv[:, :, :, per_group], qkv[:, :, :, per_group + 1]
-        if isinstance(attend, AlibiAttend) and attend.takes(qkv) and not c.qk_ln and cache is None:
+        as_it_lies = not c.qk_ln and rotary is None and cache is None
+        if as_it_lies and isinstance(attend, AlibiAttend) and attend.takes(qkv):
             return self.out(attend.fused(qkv).view(batch, time, -1))
-        if c.qk_ln:
+        if c.qk_ln == "heads":
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        elif c.qk_ln:
             q = self.q_norm(q.reshape(batch, time, -1)).to(v.dtype)
             k = self.k_norm(k.reshape(batch, time, -1)).to(v.dtype)
         q = q.reshape(batch, time, -1, c.head_width).transpose(1, 2)  # [B, H, T, D]
@@ -142,12 +170,23 @@ class SdpaAttend:
         """The queries are the last `new` of `total` tokens, and of all query heads those in `heads`."""
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         self.grouped = config.kv_heads != config.n_heads
-        alibi = config.positions == "alibi"
-        self.causal = not alibi and new == total
+        alibi, self.window = config.positions == "alibi", config.sliding_window
+        masked = alibi or total > (self.window or total)
+        self.causal = not masked and new == total
         self.bias: Tensor | None = None
-        if alibi or not (self.causal or new == 1):
+        if masked or not (self.causal or new == 1):
             slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads] if alibi else None
-            self.bias = causal_bias(slopes, new, total, device)
+            self.bias = causal_bias(slopes, new, total, device, self.window)
+
+    def within(self, documents: Tensor) -> "SdpaAttend":
+        """Attention that keeps to documents, which are numbered [B, T]."""
+        apart = documents[:, None, :, None] != documents[:, None, None, :]  # [B, 1, T, T]
+        time = documents.shape[1]
+        bias = self.bias
+        if bias is None:
+            bias = causal_bias(None, time, time, documents.device, self.window)
+        self.bias, self.causal = bias.masked_fill(apart, float("-inf")), False
+        return self
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         bias = self.bias.to(q.dtype) if self.bias is not None else None
@@ -157,13 +196,34 @@ class SdpaAttend:
 
 
 class AlibiAttend:
-    """Our Triton kernel for training on sequences of one length. It reads the fused projection where it lies."""
+    """Our Triton kernel for training on sequences of one length, with ALiBi (or slopes of zero), windows and documents.
+    It reads the fused projection where it lies."""
 
-    def __init__(self, config: ModelConfig, length: int, device: torch.device, heads: slice = slice(None)):
-        self.length = length
+    def __init__(
+        self,
+        config: ModelConfig,
+        length: int,
+        device: torch.device,
+        heads: slice = slice(None),
+        slopes: Tensor | None = None,
+        documents: Tensor | None = None,
+    ):
+        self.config, self.length, self.heads = config, length, heads
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
-        self.slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)  # [H]
-        self.exact = SdpaAttend(config, length, length, device, heads)
+        if slopes is None:
+            slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)
+            slopes = slopes if config.positions == "alibi" else torch.zeros_like(slopes)
+        self.slopes = slopes  # [H]
+        self.span = visible_span(length, config.sliding_window, documents, device)
+        self.exact: SdpaAttend | None = None
+        if documents is None or autocast_dtype(device) is None:  # a mask for each sequence is large
+            self.exact = SdpaAttend(config, length, length, device, heads)
+            if documents is not None:
+                self.exact.within(documents)
+
+    def within(self, documents: Tensor) -> "AlibiAttend":
+        """Attention that keeps to documents, which are numbered [B, T]."""
+        return AlibiAttend(self.config, self.length, documents.device, self.heads, self.slopes, documents)
 
     def takes(self, qkv: Tensor) -> bool:
         """Whether the kernel is exact enough for a projection: in fp32 its products would be in TF32."""
@@ -173,10 +233,11 @@ class AlibiAttend:
         """[B, T, G, queries + key + value, D] to [B, T, H, D]."""
         from ingot.model.alibi import alibi_attention
 
-        return alibi_attention(qkv, self.slopes, self.scale)[0]
+        return alibi_attention(qkv, self.slopes, self.scale, self.span)[0]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         if not self.takes(q):
+            assert self.exact is not None
             return self.exact(q, k, v, dropout)
         q = q.transpose(1, 2).unflatten(2, (k.shape[1], -1))  # [B, T, G, queries, D]
         k, v = (t.transpose(1, 2).unsqueeze(3) for t in (k, v))

@@ -43,6 +43,12 @@ class ModelConfig(Section):
     """Tokens that the model predicts."""
     vocab_multiple: int = Field(1, gt=0)
     """Pad the embedding rows to a multiple of this (128 suits GPUs). Padding is never predicted, nor exported."""
+    eos_token_id: int | None = Field(None, ge=0)
+    """The token that ends a document, for the next two and the run's mask_eos_loss."""
+    document_mask: bool = False
+    """A token sees its own document only, in training and evaluation."""
+    document_positions: bool = False
+    """Positions begin anew with each document."""
     max_seq_len: int | None = Field(None, gt=0)
     """Longest sequence (rows of the learned position table). Default: the run's max_seq_len."""
     positions: Literal["learned", "alibi", "rotary", "none"] = "learned"
@@ -59,12 +65,17 @@ class ModelConfig(Section):
     """Added to the variance."""
     no_bias: bool = False
     """Drop the biases of linear layers and norms."""
-    qk_ln: bool = False
-    """Normalise queries and keys over the whole width, before the heads are split."""
+    norm_bias: bool | None = None
+    """Biases of the norms, where they differ from those of linear layers. Default: not no_bias."""
+    qk_ln: bool | Literal["heads"] = False
+    """Normalise queries and keys: true over the whole width, before the heads are split (MPT); heads each head alone,
+    with one weight for all (Megatron)."""
     clip_qkv: float | None = Field(None, gt=0)
     """Clamp queries, keys and values to [-clip_qkv, clip_qkv]."""
     softmax_scale: float | None = Field(None, gt=0)
     """Attention scale. Default: 1/sqrt(head_dim)."""
+    sliding_window: int | None = Field(None, gt=0)
+    """Tokens that a token sees, itself included: this many, and none before. Default: all."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     """MLP non-linearity: exact GELU, its tanh approximation, or the gated SwiGLU."""
     parallel_residual: bool = False
@@ -106,6 +117,10 @@ class ModelConfig(Section):
             raise impossible(
                 "expansion_ratio", f"{self.expansion_ratio} x d_model {self.d_model} is not a whole number"
             )
+        if self.norm == "rmsnorm" and self.norm_bias:
+            raise impossible("norm_bias", "rmsnorm has no bias; leave it out")
+        if self.eos_token_id is None and (self.document_mask or self.document_positions):
+            raise impossible("eos_token_id", "is missing; say which token ends a document")
         if self.positions == "rotary" and self.rotary_dim % 2:
             raise impossible("rotary_pct", f"rotates {self.rotary_dim} of {self.head_width} dimensions; must be even")
         return self
@@ -117,6 +132,11 @@ class ModelConfig(Section):
     @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def has_norm_bias(self) -> bool:
+        bias = not self.no_bias if self.norm_bias is None else self.norm_bias
+        return bias and self.norm != "rmsnorm"
 
     @property
     def rotary_dim(self) -> int:

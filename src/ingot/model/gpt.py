@@ -79,8 +79,15 @@ class GPT(nn.Module):
         start = cache.length if cache is not None else 0
         if positions is None:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)  # [T]
+        c, documents = self.config, None
+        apart = c.document_mask or c.document_positions
+        if c.eos_token_id is not None and apart and cache is None:  # what is generated is one document
+            starts = F.pad(tokens[:, :-1].eq(c.eos_token_id), (1, 0))  # [B, T]
+            documents = starts.cumsum(1) if c.document_mask else None
+            if c.document_positions:
+                positions = positions - torch.where(starts, positions, 0).cummax(1).values  # [B, T]
         x = self.embed(tokens, positions)
-        x = self.transform(x, positions, start, cache)
+        x = self.transform(x, positions, start, cache, documents)
         hidden = self.norm_f(x)  # [B, T, d]
         return self.logits(hidden) if labels is None else self.loss(hidden, labels)
 
@@ -99,11 +106,22 @@ class GPT(nn.Module):
             x = x.bfloat16()  # and with it the residual stream: half its traffic and memory
         return self.dropout(x)
 
-    def transform(self, x: Tensor, positions: Tensor, start: int = 0, cache: KVCache | None = None) -> Tensor:
-        """All blocks, one after the other, on the tokens at the given positions after `start` cached ones."""
-        new = positions.shape[0]
+    def transform(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        start: int = 0,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """All blocks, one after the other, on the tokens at the given positions after `start` cached ones; where
+        documents [B, T] are numbered, within each."""
+        new = positions.shape[-1]
         rotary = rotary_tables(self.config, positions) if self.config.positions == "rotary" else None
         attend = self.attend_over(new, start + new, positions.device)
+        if documents is not None:
+            assert isinstance(attend, SdpaAttend | AlibiAttend)
+            attend = attend.within(documents)
         for block in self.blocks.children():
             if self.recompute is not None and self.training:
                 x = recompute(block, self.recompute, x, rotary, attend)
@@ -121,7 +139,7 @@ class GPT(nn.Module):
 
     def use_kernel(self, kernel: str, seq_len: int, device: torch.device) -> None:
         """Train with the kernel that `choose_kernel` chose."""
-        self.kernel = AlibiAttend(self.config, seq_len, device) if kernel == "alibi" else None
+        self.kernel = AlibiAttend(self.config, seq_len, device) if kernel == "triton" else None
 
     def use_precision(self, precision: str, device: torch.device) -> str | None:
         """Prepare the linear layers of the blocks to train in a precision; gives what the user should know of it."""
@@ -136,9 +154,8 @@ class GPT(nn.Module):
 
     def compiled(self) -> nn.Module:
         """The model compiled for one process: a shallow one whole; a deep one by blocks, which share one program, so
-        that 24 layers take seconds, not a minute, and run under 1% slower. Recomputing needs the whole in view."""
-        budget = torch._functorch.config.activation_memory_budget
-        if len(self.blocks) < DEEP or self.recompute is not None or budget < 1:
+        that 24 layers take seconds, not a minute, and run 1 to 2% slower. Recomputing needs the whole in view."""
+        if len(self.blocks) < DEEP or self.recompute is not None:
             return torch.compile(self, dynamic=False)  # type: ignore[return-value]
         for part in (*self.blocks, self.norm_f):
             part.compile(dynamic=False)

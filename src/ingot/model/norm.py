@@ -40,4 +40,4 @@ def make_norm(config: ModelConfig, width: int) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(width, eps=config.norm_eps)
     kind = LowPrecisionLayerNorm if config.norm == "low_precision_layernorm" else LayerNorm
-    return kind(width, eps=config.norm_eps, bias=not config.no_bias)
+    return kind(width, eps=config.norm_eps, bias=config.has_norm_bias)

@@ -4,13 +4,12 @@
 attention, and recomputes the rest (norms, activations, rotations), which is most of the memory and little of the work.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ATEN = torch.ops.aten
 DEAR = {
@@ -25,11 +24,12 @@ DEAR = {
 
 def recompute(block: nn.Module, kind: str, *inputs: Any) -> Tensor:
     """Run a block so that its backward pass recomputes it; `kind` is full or selective."""
-    contexts: Callable = noop_context_fn
-    if kind == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+    if kind == "full":  # without context_fn, not even one that does nothing: the compiler refuses that
+        return checkpoint(block, *inputs, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    dear = operation in DEAR or operation.namespace == "ingot"  # our attention kernel
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,5 +1,5 @@
 """The differentiable collectives that we call ourselves: an all-gather whose backward pass is a reduce-scatter, the
-reverse, and a sum whose backward pass is a sum.
+reverse, a sum whose backward pass is a sum, and nothing whose backward pass is a sum.
 
 Not torch.distributed.nn.functional.all_gather: on gloo it returns wrong gradients when they are not row-major.
 """
@@ -34,6 +34,22 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, kind: str = "sum") -> Tensor
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of a tensor over a group, where every process goes on to use it for a part of the loss of its own."""
     return _Sum.apply(x, group)
+
+
+def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A tensor that all processes of a group have, each of which uses it for a part of the loss of its own."""
+    return _Shared.apply(x, group)
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):

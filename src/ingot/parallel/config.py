@@ -129,6 +129,8 @@ def problems(
         yield f"parallel.context={c} cuts a sequence into {2 * c} chunks, and max_seq_len {seq_len} does not divide"
     if seq_len % (c * t):
         yield f"max_seq_len {seq_len} does not divide by parallel.context x parallel.tensor, {c * t}"
+    if (model.document_mask or model.document_positions) and (c > 1 or layout.pipeline > 1):
+        yield "model.document_mask and document_positions need whole sequences in one stage, not context or pipeline"
     if layout.pipeline > 1 and config.pipeline_schedule == "zero_bubble" and config.reshard_after_forward is True:
         yield "parallel.reshard_after_forward=true does not work with pipeline_schedule=zero_bubble; leave it on auto"
     stages = layout.pipeline * STAGES_PER_RANK[config.pipeline_schedule]

@@ -53,7 +53,7 @@ class GatheredAttend:
 
 def replace_attention(gpt: GPT, mesh: Mesh, cut: SequenceCut | None, kernel: str, seq_len: int, heads: slice) -> None:
     """Let a model attend with its own heads only, and over the context axis if there is one."""
-    alibi = AlibiAttend(gpt.config, seq_len, mesh.device, heads) if kernel == "alibi" and cut is None else None
+    alibi = AlibiAttend(gpt.config, seq_len, mesh.device, heads) if kernel == "triton" and cut is None else None
 
     def attend_over(new: int, total: int, device: torch.device) -> Attend:
         if cut is not None:

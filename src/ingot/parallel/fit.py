@@ -44,6 +44,11 @@ class Needs:
     def total(self) -> float:
         return sum(astuple(self))
 
+    @property
+    def saved(self) -> float:
+        """Bytes of a checkpoint, but for the headers of its files: fp32 weights, and the optimizer's state."""
+        return self.weights + self.optimizer
+
     def __str__(self) -> str:
         parts = ", ".join(f"{f.name} {getattr(self, f.name) / 2**30:.1f}" for f in fields(self))
         return f"{self.total / 2**30:.1f} GiB ({parts})"
@@ -52,17 +57,18 @@ class Needs:
 def block_parameters(m: ModelConfig) -> int:
     """Weights of one block."""
     heads, groups, bias = m.n_heads * m.head_width, m.kv_heads * m.head_width, not m.no_bias
-    norm = 1 if m.norm == "rmsnorm" or m.no_bias else 2  # vectors of a norm
+    norm = 2 if m.has_norm_bias else 1  # vectors of a norm
+    normed = 2 * m.head_width if m.qk_ln == "heads" else heads + groups if m.qk_ln else 0
     up = m.ffn_width * (2 if m.activation == "swiglu" else 1)
     matrices = m.d_model * (2 * heads + 2 * groups) + m.d_model * (up + m.ffn_width)
     biases = (heads + 2 * groups + m.d_model + up + m.d_model) if bias else 0
-    return matrices + biases + norm * (2 * m.d_model + (heads + groups if m.qk_ln else 0))
+    return matrices + biases + norm * (2 * m.d_model + normed)
 
 
 def end_parameters(m: ModelConfig) -> int:
     """Weights outside of the blocks: embeddings, head and last norm."""
     rows = m.vocab_rows * (1 if m.tie_word_embeddings else 2) + (m.context if m.positions == "learned" else 0)
-    return m.d_model * (rows + (1 if m.norm == "rmsnorm" or m.no_bias else 2))
+    return m.d_model * (rows + (2 if m.has_norm_bias else 1))
 
 
 def memory_needs(m: ModelConfig, layout: Layout, parallel: ParallelConfig, work: Work) -> Needs:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ingot.model.gpt import GPT, IGNORE
-from ingot.parallel.collectives import all_gather, all_reduce, reduce_scatter, sum_over
+from ingot.parallel.collectives import all_gather, all_reduce, reduce_scatter, shared, sum_over
 from ingot.parallel.mesh import Mesh
 
 BLOCK = {
@@ -49,7 +49,8 @@ def shard_tensors(gpt: GPT, mesh: Mesh) -> None:
         parallelize_module(block, mesh.tensor, {name: style for name, style in BLOCK.items() if name in parts})
         if gpt.config.qk_ln:
             attention: Any = parts["attn"]
-            attention.q_norm, attention.k_norm = (_HeadNorm(n, mesh) for n in (attention.q_norm, attention.k_norm))
+            each, norms = gpt.config.qk_ln == "heads", (attention.q_norm, attention.k_norm)
+            attention.q_norm, attention.k_norm = (_HeadNorm(norm, mesh, each) for norm in norms)
     for name in ("wte", "wpe"):
         if name in present:
             setattr(gpt, name, _Embedding(present[name], mesh))
@@ -79,27 +80,35 @@ class _Embedding(nn.Module):
 
 
 class _HeadNorm(nn.Module):
-    """A layer or root-mean-square norm over all heads, on the heads of one process: x [B, T, F/tensor], in fp32."""
+    """A layer or root-mean-square norm on the heads of one process, in fp32: over all heads, x [B, T, F/tensor], or
+    over each, x [..., D]."""
 
     weight: Any
     bias: Any
 
-    def __init__(self, norm: Any, mesh: Mesh):
+    def __init__(self, norm: Any, mesh: Mesh, each: bool):
         super().__init__()
-        self.group, self.ranks = mesh.tensor.get_group(), mesh.layout.tensor
+        self.group, self.ranks, self.each = mesh.tensor.get_group(), 1 if each else mesh.layout.tensor, each
         self.centred, self.eps = isinstance(norm, nn.LayerNorm), float(norm.eps)
         for name in ("weight", "bias"):
             whole = getattr(norm, name, None)
-            cut = nn.Parameter(distribute_tensor(whole, mesh.tensor, [Shard(0)])) if whole is not None else None
+            place = [Replicate() if each else Shard(0)]
+            cut = nn.Parameter(distribute_tensor(whole, mesh.tensor, place)) if whole is not None else None
             self.register_parameter(name, cut)
 
     def forward(self, x: Tensor) -> Tensor:
         x, features = x.float(), x.shape[-1] * self.ranks
         if self.centred:
-            x = x - sum_over(x.sum(-1, keepdim=True), self.group) / features
-        variance = sum_over(x.square().sum(-1, keepdim=True), self.group) / features
-        x = x * (variance + self.eps).rsqrt() * self.weight.to_local()
-        return x + self.bias.to_local() if self.bias is not None else x
+            x = x - self._total(x) / features
+        x = x * (self._total(x.square()) / features + self.eps).rsqrt() * self._own(self.weight)
+        return x + self._own(self.bias) if self.bias is not None else x
+
+    def _total(self, x: Tensor) -> Tensor:
+        total = x.sum(-1, keepdim=True)
+        return total if self.each else sum_over(total, self.group)
+
+    def _own(self, parameter: Any) -> Tensor:
+        return shared(parameter.to_local(), self.group) if self.each else parameter.to_local()
 
 
 def own_heads(gpt: GPT, mesh: Mesh) -> slice:

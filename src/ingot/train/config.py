@@ -21,6 +21,8 @@ from ingot.parallel.fit import Work
 PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
                      "amp_fp8": "fp8"}  # fmt: skip
 
+EVAL_BATCH = 8  # sequences, where the config does not say
+
 
 class OptimizerConfig(Section):
     """How weights follow gradients."""
@@ -46,25 +48,32 @@ class SchedulerConfig(Section):
     """The learning rate as a pure function of progress."""
 
     name: Literal[
-        "constant_with_warmup", "linear_decay_with_warmup", "cosine_with_warmup", "inv_sqrt_with_warmup", "wsd"
-    ] = "cosine_with_warmup"
-    """Shape after the warmup."""
+        "constant_with_warmup", "linear_decay_with_warmup", "cosine_with_warmup", "exponential_decay_with_warmup",
+        "inv_sqrt_with_warmup", "wsd"
+    ] = "cosine_with_warmup"  # fmt: skip
+    """Shape after the warmup; exponential is alpha_f to the power of the progress."""
     t_warmup: Time = Time(0, "ba")
-    """Linear rise from 0."""
+    """Linear rise."""
+    warmup_start: float = Field(0.0, ge=0, le=1)
+    """Fraction of the peak that the warmup rises from."""
     t_max: Time = Time(1, "dur")
-    """When linear, cosine and wsd reach alpha_f."""
+    """When linear, cosine, exponential and wsd reach alpha_f, and inv_sqrt ends."""
     alpha_f: float = Field(0.1, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""
     t_scale: Time | None = None
     """inv_sqrt: the time after which the rate has fallen to 1/sqrt(2). Default: t_warmup."""
+    t_cooldown: Time = Time(0, "ba")
+    """inv_sqrt: length of a linear fall to alpha_cooldown at the end."""
+    alpha_cooldown: float = Field(0.0, ge=0, le=1)
+    """inv_sqrt: the rate that the cooldown reaches, as a fraction of the peak."""
     t_decay: Time = Time(0.1, "dur")
     """wsd: length of the final decay."""
     warmup_floor: int = Field(0, ge=0)
     """Batches that the warmup counts at least: 1 gives the first step a rate (GPT-NeoX), 0 none (everyone else)."""
     floor: float = Field(0.0, ge=0, le=1)
     """Never below this fraction of the peak once the warmup is over."""
-    decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
-    """wsd: shape of the final decay; sqrt is 1 - sqrt(progress)."""
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "sqrt"
+    """wsd: shape of the final decay; sqrt is 1 - sqrt(progress), exponential 2 x 0.5^progress - 1, as Megatron's."""
 
 
 class GuardsConfig(Section):
@@ -126,6 +135,8 @@ class RunConfig(Section):
     """The optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()
     """The learning-rate schedule."""
+    mask_eos_loss: bool = False
+    """Leave out of the loss what follows the end of a document (model.eos_token_id)."""
     gradient_clipping: float | None = Field(1.0, gt=0)
     """Largest global gradient norm; null to leave gradients alone."""
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = "bf16"
@@ -137,9 +148,10 @@ class RunConfig(Section):
     eval_interval: Time = Time(1000, "ba")
     """How often to evaluate, besides at the end; 0ba for only at the end."""
     eval_subset_num_batches: int = Field(-1, ge=-1)
-    """Batches per evaluation; -1 for all."""
+    """Batches per evaluation, of device_eval_batch_size sequences or else of 8, however many processes share them; -1
+    for all."""
     device_eval_batch_size: int | None = Field(None, gt=0)
-    """Sequences per evaluation batch. Default: the training microbatch."""
+    """Sequences that a process evaluates at once. Default: the training microbatch."""
 
     save_folder: str | None = None
     """The run folder. Default: runs/NAME. At a URL (s3://, gs://, az://) checkpoints are kept there, and here, in
@@ -239,6 +251,8 @@ class RunConfig(Section):
                 "max_seq_len", f"{self.max_seq_len} is longer than model.max_seq_len {self.model.context}, the rows of "
                 "the learned position table"
             )  # fmt: skip
+        if self.mask_eos_loss and self.model.eos_token_id is None:
+            raise impossible("mask_eos_loss", "model.eos_token_id must say which token ends a document")
         micro, batch = self.device_train_microbatch_size, self.global_train_batch_size
         if isinstance(micro, int) and batch % micro:
             near = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
@@ -260,7 +274,7 @@ class RunConfig(Section):
             raise impossible("max_wall_time", f"{self.max_wall_time} is no wall-clock time; write 90min or 23.5h")
         if self.guards.checksum_interval.is_wall_clock:
             raise impossible("guards.checksum_interval", "wall-clock time will not do; use ba, ep, sp or tok here")
-        for key in ("t_warmup", "t_max", "t_scale", "t_decay"):
+        for key in ("t_warmup", "t_max", "t_scale", "t_decay", "t_cooldown"):
             value = getattr(self.scheduler, key)
             if value is not None and value.is_wall_clock:
                 raise impossible(f"scheduler.{key}", f"{value} is wall-clock time; use ba, ep, sp, tok or dur here")
@@ -274,6 +288,17 @@ class RunConfig(Section):
         if self.data is None:
             raise ConfigError("data is missing; name a prepared folder with data=FOLDER, or data.train.path=...")
         return self.data
+
+    @property
+    def eval_samples(self) -> int | None:
+        """How many samples an evaluation takes; None for all."""
+        batches = self.eval_subset_num_batches
+        return batches * (self.device_eval_batch_size or EVAL_BATCH) if batches >= 0 else None
+
+    @property
+    def unscored(self) -> int | None:
+        """The token whose successor is not to be predicted."""
+        return self.model.eos_token_id if self.mask_eos_loss else None
 
     @property
     def recompute(self) -> str | None:

@@ -53,7 +53,9 @@ def set_memory_budget(part: float, compiled: bool) -> None:
     """Let the compiler keep as much of the activations as fits into a part of what keeping all would take."""
     if not compiled:
         raise ConfigError(f"activation_checkpointing={part} is a budget for the compiler, and compile is off here")
-    torch._functorch.config.activation_memory_budget = part
+    import torch._functorch.config as functorch  # which torch alone does not bring
+
+    functorch.activation_memory_budget = part
 
 
 def check_spread(config: RunConfig, layout: Layout) -> None:

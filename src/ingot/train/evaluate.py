@@ -47,11 +47,11 @@ def evaluate(
     precision: str,
     token_bytes: np.ndarray | None,
     order: Order,
-    max_batches: int = -1,
+    max_samples: int | None = None,
     spread: "Spread | None" = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """The mean loss over a data set, or over its first `max_batches` batches in the given order.
+    """The mean loss over a data set, or over its first `max_samples` samples in the given order.
 
     The processes of a spread model take turns: each evaluates every so many-th batch, and all run equally often.
     """
@@ -60,7 +60,7 @@ def evaluate(
     rank, ranks = (spread.mesh.data_rank, spread.mesh.layout.data) if spread is not None else (0, 1)
     total = torch.zeros((), device=device, dtype=torch.float64)
     tokens, text_bytes = 0, 0.0
-    limit = dataset.samples if max_batches < 0 else min(dataset.samples, max_batches * batch)
+    limit = dataset.samples if max_samples is None else min(dataset.samples, max_samples)
     for start in range(batch * rank, limit + batch * rank, batch * ranks):
         ids = order.take(np.arange(min(start, limit), min(start + batch, limit)))
         dataset.announce(order, min(start, limit - 1))

@@ -11,7 +11,7 @@ from ingot.config.load import load_config
 from ingot.data.dataset import open_dataset
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import ConfigError
-from ingot.train.config import RunConfig
+from ingot.train.config import EVAL_BATCH, RunConfig
 from ingot.train.device import choose_device
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.trainer import token_bytes
@@ -31,11 +31,13 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     if config.sources.eval is None:
         raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
-    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size)
+    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
     folder = tokenizer_folder(path)
+    source = config.sources.eval
+    seed = source.shuffle_seed if source.shuffle_seed is not None else config.seed
     result = evaluate(
-        load_model(path, device), data, batch=config.device_eval_batch_size or 8, device=device,
+        load_model(path, device), data, batch=config.device_eval_batch_size or EVAL_BATCH, device=device,
         precision=config.precision, token_bytes=token_bytes(load_tokenizer(folder) if folder else None, config),
-        order=data.order(config.seed, config.sources.eval.shuffle), max_batches=config.eval_subset_num_batches,
+        order=data.order(seed, source.shuffle), max_samples=config.eval_samples,
     )  # fmt: skip
     return result, data.describe()

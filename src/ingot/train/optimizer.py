@@ -2,21 +2,24 @@
 
 torch's own fused AdamW does the work. Composer's decoupled AdamW decays by (lr / peak) x weight_decay, which is AdamW
 with weight_decay / peak, so it needs no code of its own. Lion is not in torch; ours runs on whole lists of tensors
-(foreach), not parameter by parameter. Muon is torch's formula, which there knows no matrix that is spread.
+(foreach), not parameter by parameter. Muon is torch's formula, which there knows no matrix that is spread, and takes
+matrices one by one.
 """
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ingot.model.gpt import is_matrix
-from ingot.parallel.weights import local, on_whole, scale_to_limit
+from ingot.parallel.weights import is_spread, local, on_whole, scale_to_limit
 from ingot.train.config import OptimizerConfig
 
 STATE = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
+STACK_ELEMENTS = 1 << 27  # of matrices that Muon works on at a time: a quarter of a GB in bf16
 LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}  # as dashboards know them
 
 
@@ -73,19 +76,30 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         ahead = (g.lerp(m, momentum).bfloat16() for g, m in zip(gradients, momenta, strict=True))  # Nesterov's
         size = 0.2 * math.sqrt(max(parameters[0].shape))
-        for p, update in zip(parameters, on_whole(orthogonal, ahead, parameters[0]), strict=True):
+        spread = is_spread(parameters[0])
+        updates = on_whole(orthogonal, ahead, parameters[0]) if spread else orthogonal_in_stacks(ahead)
+        for p, update in zip(parameters, updates, strict=True):
             local(p).mul_(1 - lr * weight_decay).add_(update, alpha=-lr * size)
 
 
+def orthogonal_in_stacks(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Matrices of one shape made orthogonal, many at a time: a small one alone would leave most of a GPU idle."""
+    queue = iter(matrices)
+    for first in queue:
+        rest = islice(queue, max(1, STACK_ELEMENTS // first.numel()) - 1)
+        yield from orthogonal(torch.stack([first, *rest]))
+
+
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Roughly the nearest orthogonal matrix to one in bf16: five steps of a quintic Newton-Schulz iteration."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=1e-7)
+    """Roughly the nearest orthogonal matrix to one, or to each of several, in bf16: five steps of a quintic
+    Newton-Schulz iteration."""
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = (matrix.mT if tall else matrix).reshape(-1, *sorted(matrix.shape[-2:]))  # [N, m, n], m <= n
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).reshape(matrix.shape)
 
 
 class Optimizer:

@@ -23,6 +23,21 @@ STOP_FILE_SECONDS = 1.0  # how often the run folder is looked at
 REASONS = ("", "max_wall_time is over", "the file STOP is in the run folder", *(s.name for s in SIGNALS))
 
 
+def start_compilers() -> None:
+    """Start torch's processes that compile kernels, deaf to the signals that ask for a stop.
+
+    Such a signal goes to a whole process group where `timeout` or a batch system sends it. This process takes it as a
+    request; theirs would end, and torch waits for ever for what they were to compile.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process inherits it
+    try:
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class StopRequest:
     """Listens for requests on this process. Signal handlers belong to the main thread; elsewhere there are none."""
 

@@ -45,6 +45,7 @@ from ingot.train.device import (
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.events import Reporter, Row
 from ingot.train.fingerprint import code_hash, config_hash
+from ingot.train.garbage import Garbage
 from ingot.train.guards import CorruptReplica, Finding, Guard
 from ingot.train.heartbeat import Heartbeat
 from ingot.train.lease import Lease
@@ -57,7 +58,7 @@ from ingot.train.sample_log import SampleLog, cut_back
 from ingot.train.saving import Saving
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
-from ingot.train.stop import StopRequest
+from ingot.train.stop import StopRequest, start_compilers
 from ingot.train.window import StragglerWatch, Window
 from ingot.version import __version__
 
@@ -108,9 +109,9 @@ class Trainer:
             check_spread(config, self.layout)
         self.world = join_world(place, self.device, config.parallel.join_timeout) if spread else None
         self.first = place.rank == 0  # the process that writes
-        self.data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
+        self.data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size, config.unscored)
         self.eval_data = (
-            open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size)
+            open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
             if config.sources.eval
             else None
         )
@@ -135,6 +136,8 @@ class Trainer:
         torch.manual_seed(config.seed)
         kernel, why = choose_kernel(config.model, self.device)
         compiled, compile_why = choose_compile(config, self.device, self.layout)
+        if compiled and self.device.type == "cuda":  # on a CPU threads compile
+            start_compilers()
         if isinstance(config.activation_checkpointing, float):
             set_memory_budget(config.activation_checkpointing, compiled)
         self.spread: Spread | None = None
@@ -224,6 +227,7 @@ class Trainer:
         batches = self._open_batches()
         last_save = time.monotonic()
         window = self._open_window()
+        garbage = Garbage()
         try:
             while self.batch < self.total and not reason:
                 self.heartbeat.step(self.batch)
@@ -256,6 +260,7 @@ class Trainer:
                 reason = self.stop.after_step() if not last else ""
                 self._check_replicas()
                 self.saving.after_step()
+                garbage.after_step()
                 if self.lease is not None:
                     self.lease.check()
                 if reason or save_due:
@@ -264,6 +269,7 @@ class Trainer:
                         self._save(final=last or bool(reason))
                     last_save = time.monotonic()
         finally:
+            garbage.close()
             batches.close()
             if self.samples is not None:
                 self.samples.close()
@@ -374,7 +380,7 @@ class Trainer:
             self.runnable, self.eval_data, batch=self.config.device_eval_batch_size or self.step.micro,
             device=self.device, precision=self.config.precision, token_bytes=token_bytes(self.tokenizer, self.config),
             order=self.eval_data.order(seed, source.shuffle),
-            max_batches=self.config.eval_subset_num_batches, spread=self.spread, alive=self.heartbeat.alive,
+            max_samples=self.config.eval_samples, spread=self.spread, alive=self.heartbeat.alive,
         )  # fmt: skip
 
     def _part(self) -> tuple[int, int] | None:
@@ -477,7 +483,7 @@ class Trainer:
             "progress": self._position(),
             "train_seconds": self.train_seconds,
             "scaler": self.step.scaler.state_dict(),
-            "data": self.data.state(),
+            "data": self.data.state(self.batch * self.config.global_train_batch_size),
             "left_out": sorted(self.left_out),
             "guard": self.guard.state(),
             "tokenizer": self.tokenizer.fingerprint() if self.tokenizer is not None else None,

@@ -76,4 +76,4 @@ def _config_inside(values: Any, path: Path) -> Translation:
         given.pop("model.attn_config.attn_temperature_tuning.floor_scale", None)
     if given.get("model.fc_type.name") == "torch":
         given = {key: value for key, value in given.items() if not key.startswith("model.fc_type.")}
-    return Translation(FOUNDRY, given, dict.fromkeys(given, str(path)), frozenset()).run()
+    return Translation(FOUNDRY, given, dict.fromkeys(given, str(path))).run()

@@ -42,6 +42,7 @@ TOP = {
 MODULES = {
     "input_layernorm": "norm_1", "input_norm": "norm_1", "pre_mlp_layernorm": "norm_2",
     "post_attention_layernorm": "norm_2", "post_attention_norm": "norm_2",
+    "self_attention.q_layernorm": "attn.q_norm", "self_attention.k_layernorm": "attn.k_norm",
     "self_attention.linear_qkv": "attn.qkv", "self_attention.query_key_value": "attn.qkv",
     "attention.query_key_value": "attn.qkv", "self_attention.linear_proj": "attn.out",
     "self_attention.dense": "attn.out", "attention.dense": "attn.out", "mlp.linear_fc1": "mlp.up",
@@ -116,7 +117,7 @@ def _arguments(args: dict[str, Any], where: Path) -> Translation:
             raise CheckpointError(f"{where}: cannot import a model with {key}; the model here has no such part")
     given = {key: value for key, value in args.items() if key in MODEL_KEYS.split()}
     given |= {no: True for key, no in NEGATED.items() if args.get(key) is False}
-    return Translation(MEGATRON, given, dict.fromkeys(given, str(where)), frozenset()).run()
+    return Translation(MEGATRON, given, dict.fromkeys(given, str(where))).run()
 
 
 def _tokens(args: dict[str, Any]) -> int | None:

@@ -58,6 +58,7 @@ NOT_NEEDED = {
     ),
     "the loss is the same cross-entropy, and is computed once": "model.loss_fn model.use_train_metrics",
     "used by other initialisations only": "model.init_config.init_gain model.init_gain",
+    "there is no ratio that schedules are scaled by": "scheduler.scale_warmup",
     "losses are weighted by their tokens": "accumulate_train_batch_on_tokens",
     "batches are full, and token data is all there is": _in(
         LOADERS, "label drop_last num_workers pin_memory prefetch_factor persistent_workers timeout"
@@ -102,12 +103,9 @@ REFUSED = {
     )
     + _in(
         "model.attn_config",
-        "qk_gn sliding_window_size=-1 attn_logit_softcapping nope attn_temperature_tuning kv_dim prefix_lm "
+        "qk_gn attn_logit_softcapping nope attn_temperature_tuning kv_dim prefix_lm "
         "rope_dail_config.type=original rope_dail_config.xpos_scale_base=512 rope_hf_config.type=no_scaling "
         "rope_hf_config.factor=1|1.0",
-    ),
-    "documents in one sequence attend to each other here, as with false": (
-        "model.attn_config.attn_uses_sequence_id model.attn_uses_sequence_id"
     ),
     "mixtures of experts are not supported; use ffn_type mptmlp": _in(
         "model.ffn_config",
@@ -118,10 +116,7 @@ REFUSED = {
         "model model.init_config", "fan_mode=fan_in init_nonlinearity=relu emb_init_std emb_init_uniform_lim"
     ),
     "all weights are trained with one set of values; leave it out": "optimizer.disable_grad optimizer.param_groups",
-    "the schedule goes from 1 to alpha_f over t_max; leave it out": (
-        "scheduler.scale_warmup scheduler.alpha_i=1|1.0 scheduler.alpha=1|1.0 scheduler.alpha_f_cooldown "
-        "scheduler.t_cooldown=0ba|0tok|0sp|0ep"
-    ),
+    "the schedule goes from 1 to alpha_f over t_max; leave it out": ("scheduler.alpha_i=1|1.0 scheduler.alpha=1|1.0"),
     "not available here; leave it out": (
         "algorithms.alibi algorithms.gated_linear_units train_subset_num_batches=-1 save_ignore_keys load_ignore_keys "
     )
@@ -143,10 +138,12 @@ COMPUTED = (
     "model.init_div_is_residual model.init_std max_duration eval_interval save_interval console_log_interval "
     "save_folder load_path load_weights_only global_train_batch_size device_train_batch_size "
     "device_train_microbatch_size device_train_grad_accum n_gpus optimizer.weight_decay scheduler.t_max "
-    "scheduler.alpha_f scheduler.t_scale scheduler.alpha_f_decay algorithms.gradient_clipping.clipping_type "
-    "algorithms.low_precision_layernorm algorithms.gradient_clipping.clipping_threshold grad_clip_norm "
-    "fsdp_config.sharding_strategy fsdp_config.data_parallel_shard_degree fsdp_config.data_parallel_replicate_degree "
-    "compile_config eval_loader tp_config.tensor_parallel_degree train_loader.name eval_loader.name "
+    "scheduler.alpha_f scheduler.t_scale scheduler.alpha_f_decay scheduler.t_cooldown scheduler.alpha_f_cooldown "
+    "model.attn_config.sliding_window_size model.attn_config.attn_uses_sequence_id model.attn_uses_sequence_id "
+    "algorithms.gradient_clipping.clipping_type algorithms.low_precision_layernorm "
+    "algorithms.gradient_clipping.clipping_threshold grad_clip_norm fsdp_config.sharding_strategy "
+    "fsdp_config.data_parallel_shard_degree fsdp_config.data_parallel_replicate_degree compile_config eval_loader "
+    "tp_config.tensor_parallel_degree train_loader.name eval_loader.name "
 ) + _in(DATASETS, "local remote split shuffle shuffle_seed cache_limit token_encoding_type max_seq_len streams")
 
 
@@ -191,6 +188,16 @@ def _model(t: Translation) -> None:
     t.put("model.activation", activation, *keys)
     if activation is None:
         t.refuse(t.said(*keys), f"{kind} with {act}: possible are mptmlp with gelu and mptglu with silu")
+    window = "model.attn_config.sliding_window_size"
+    if t.number(window, -1) != -1:  # itself apart
+        t.put("model.sliding_window", t.size(window) + 1, window)
+    apart = t.said("model.attn_config.attn_uses_sequence_id", "model.attn_uses_sequence_id")
+    if t.get(apart):
+        eos = "train_loader.dataset.eos_token_id"
+        t.put("model.document_mask", True, apart)
+        t.put("model.eos_token_id", t.get(eos), eos)
+        if t.get(eos) is None:
+            t.refuse(apart, f"documents are told apart by the token that ends them; set {eos}")
     _init(t, init)
 
 
@@ -218,12 +225,14 @@ def _training(t: Translation) -> None:
     decay = t.number("optimizer.weight_decay", 0.0 if lion else 1e-5)
     t.put("optimizer.weight_decay", decay, "optimizer.weight_decay")
     if decay:
-        t.want("optimizer.decay", "all", "optimizer.weight_decay", "Composer decays biases and norms too, and ingot "
-               "only matrices and embeddings; set it to 0.0, or describe the run natively")  # fmt: skip
+        t.put("optimizer.decay", "all", "optimizer.weight_decay")  # biases and norms too
     schedule = t.choice("scheduler.name")
     if schedule == "inv_sqrt_with_warmup":
         t.put("scheduler.t_scale", t.get("scheduler.t_scale", "1ba"), "scheduler.t_scale")
         t.put("scheduler.alpha_f", t.get("scheduler.alpha_f_decay", 0.0), "scheduler.alpha_f_decay")
+        t.put("scheduler.t_max", _time(t.get("scheduler.t_max", "1dur")), "scheduler.t_max")
+        t.put("scheduler.t_cooldown", _time(t.get("scheduler.t_cooldown", "0ba")), "scheduler.t_cooldown")
+        t.put("scheduler.alpha_cooldown", t.get("scheduler.alpha_f_cooldown", 0.0), "scheduler.alpha_f_cooldown")
     elif schedule != "constant_with_warmup":
         t.put("scheduler.alpha_f", t.get("scheduler.alpha_f", 0.0), "scheduler.alpha_f")
         t.put("scheduler.t_max", _time(t.get("scheduler.t_max", "1dur")), "scheduler.t_max")

@@ -8,7 +8,8 @@ from typing import Any
 from ingot.config.dialects.table import Translation, processes
 
 VOCABULARIES = {"gpt2bpetokenizer": 50257, "hfgpt2tokenizer": 50257, "charleveltokenizer": 512}
-FILES = {"20B_tokenizer.json": 50277, "gpt2-vocab.json": 50257}
+EODS = {"gpt2bpetokenizer": 50256, "hfgpt2tokenizer": 50256, "charleveltokenizer": 0}  # what ends a document
+FILES = {"20B_tokenizer.json": (50277, 0), "gpt2-vocab.json": (50257, 50256)}
 DataSets = list[tuple[float | None, str]]  # weight and path
 
 
@@ -21,10 +22,12 @@ def listed(value: Any) -> list[Any]:
 
 
 def put_parallel(t: Translation, axes: dict[str, str]) -> None:
+    """Degrees as they are given; without one, a model is not cut, and data takes what processes are left."""
     for axis in dict.fromkeys(axes.values()):
         keys = [key for key, name in axes.items() if name == axis]
         sizes = [t.size(key) for key in keys if t.number(key, 1) > 1]
-        t.put(f"parallel.{axis}", max(sizes, default=1), *keys)
+        if sizes or axis not in ("shard", "replicate"):
+            t.put(f"parallel.{axis}", max(sizes, default=1), *keys)
 
 
 def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, world: int, model: int) -> None:
@@ -57,21 +60,25 @@ def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, 
 def put_eval(t: Translation, interval: Any) -> None:
     """`eval_iters` counts global batches; ours are as large as a device takes."""
     t.put("eval_interval", count(interval), "eval_interval")
+    if not (iterations := t.number("eval_iters", 100)):
+        t.values.get("data", {}).pop("eval", None)
     if "eval" in t.values.get("data", {}):
         batch, size = t.values.get("global_train_batch_size", 1), t.values.get("device_train_microbatch_size", 1)
         t.put("device_eval_batch_size", size, "eval_iters")
-        t.put("eval_subset_num_batches", -(-t.number("eval_iters", 100) * batch // size), "eval_iters")
+        t.put("eval_subset_num_batches", -(-iterations * batch // size), "eval_iters")
 
 
-def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: str, shards: int) -> None:
-    """Rows of the embedding, padded as the peers do; they predict the padding too, so it is part of the vocabulary."""
+def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: str, shards: int) -> int | None:
+    """Rows of the embedding, padded as the peers do; they predict the padding too, so it is part of the vocabulary.
+    Gives the token that ends a document, where it is known."""
     multiple = t.size("make_vocab_size_divisible_by", 128) * shards
     path = next((Path(str(t.get(key))) for key in files if t.get(key) is not None), None)
+    kind, ids = str(t.get("tokenizer_type", default)).lower(), _ids_of(path) if path else {}
+    known = FILES.get(path.name if path else "", (None, None))
     if (rows := t.size("padded_vocab_size")) is not None:
         t.put("model.vocab_size", rows, "padded_vocab_size")
     else:
-        size = t.size(given) or (path and (_tokens_of(path) or FILES.get(path.name)))
-        size = size or VOCABULARIES.get(str(t.get("tokenizer_type", default)).lower())
+        size = t.size(given) or len(ids) or known[0] or VOCABULARIES.get(kind)
         if size is None:
             t.refuse("tokenizer_type", f"the size of its vocabulary is not known here; set {given}")
         keys = ("make_vocab_size_divisible_by", given, "tokenizer_type")
@@ -80,17 +87,39 @@ def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: 
     if path is not None and path.name.endswith("tokenizer.json") and path.is_file():
         t.put("tokenizer", str(path), *files)
     t.skip("prepared data carries its tokenizer", "tokenizer_type", *files)
+    if path is None:
+        return EODS.get(kind)
+    eos = _json((path if path.is_dir() else path.parent) / "tokenizer_config.json").get("eos_token", "<|endoftext|>")
+    return ids.get(str(eos.get("content") if isinstance(eos, dict) else eos), known[1])
 
 
-def _tokens_of(path: Path) -> int | None:
+def _ids_of(path: Path) -> dict[str, int]:
     """Tokens of a tokenizer.json, of a folder with one, or of GPT-2's vocab.json."""
-    path = path / "tokenizer.json" if path.is_dir() else path
+    content = _json(path / "tokenizer.json" if path.is_dir() else path)
+    try:
+        added = {token["content"]: token.get("id") for token in content.get("added_tokens", [])}
+        return dict(content.get("model", {"vocab": content})["vocab"]) | added
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
-        model = content.get("model", {"vocab": content})
-        return len(set(model["vocab"]) | {token["content"] for token in content.get("added_tokens", [])}) or None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return None
+        return content if isinstance(content, dict) else {}
+    except (ValueError, OSError):
+        return {}
+
+
+def put_documents(t: Translation, flags: dict[str, str], eod: int | None) -> None:
+    """What begins anew where a document ends: KEY to NATIVE."""
+    for key in [key for key in flags if t.get(key)]:
+        t.put(flags[key], True, key)
+        t.put("model.eos_token_id", eod, key)
+        if eod is None:
+            t.refuse(key, "which token ends a document is not known here; name a tokenizer file of this machine")
+    if t.get("eod_mask_loss"):
+        t.rows["eod_mask_loss"].text += "; the mean is over all tokens of a batch, as with calculate_per_token_loss"
 
 
 def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets], split: str) -> None:
@@ -101,20 +130,19 @@ def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets], split:
         _blend(t, native, sets, key)
     if not whole:
         return
-    text = str(t.get("split", split)).replace(" ", "")
-    shares = [float(number) for number in re.findall(r"[0-9]*\.?[0-9]+", text)] + [0.0, 0.0]
-    for part, native in enumerate(("data.train", "data.eval")):
-        if not shares[part]:
+    numbers = re.findall(r"[0-9]*\.?[0-9]+", str(t.get("split", split)))
+    shares = [float(number) for number in numbers] + [0.0, 0.0, 0.0]
+    if not shares[0] or len(numbers) > 3:
+        t.refuse("split", "write the shares of training, validation and test, such as 969,30,1")
+    for share, native, part in zip(shares, ("data.train", "data.eval"), ("train", "valid"), strict=False):
+        if not share:
             continue
         names = _blend(t, native, whole, "data_path")
-        if shares[part] == sum(shares):
+        if share == sum(shares):
             t.skip("all of the data is one part", "split")
-        elif f"{native}.documents" in t.native:
-            for place in [f"{native}.mix.{name}" for name in names] if len(names) > 1 else [native]:
-                t.put(f"{place}.documents", {"split": text, "part": part, "rule": t.dialect.name}, "split")
-        else:
-            t.refuse("split", f"{text}: one data set cannot be cut into parts here yet; write the parts as data sets "
-                     f"of their own, and name them with {' and '.join(parts)}")  # fmt: skip
+            continue
+        for place in [f"{native}.mix.{name}" for name in names] if len(names) > 1 else [native]:
+            t.put(f"{place}.documents", {"split": ",".join(numbers), "part": part, "rule": t.dialect.name}, "split")
 
 
 def _blend(t: Translation, native: str, sets: DataSets, key: str) -> list[str]:
@@ -126,6 +154,8 @@ def _blend(t: Translation, native: str, sets: DataSets, key: str) -> list[str]:
         t.put(f"{place}.path", str(path), key)
         if weight is not None and len(sets) > 1:
             t.put(f"{place}.weight", weight, key)
+    if len(sets) > 1:
+        t.put(f"{native}.mix_order", "greedy", key)
     return names
 
 

@@ -5,6 +5,7 @@ kernel, and the vocabulary padded for the tensor-parallel size.
 """
 
 import math
+import re
 
 from ingot.config.arguments import scalar
 from ingot.config.dialects import kin
@@ -37,6 +38,7 @@ NOT_NEEDED = {
         "optimizer_cpu_offload expert_tensor_parallel_size"
     ),
     "where a run runs is said when it is launched": (
+        "ENV_VARS TEST_TYPE METRICS BEFORE_SCRIPT AFTER_SCRIPT THRESHOLD "
         "distributed_backend distributed_timeout_minutes nccl_communicator_config_path nproc_per_node nnodes node_rank "
         "master_addr master_port rdzv_id rdzv_backend rdzv_endpoint exit_signal_handler exit_duration_in_mins"
     ),
@@ -57,7 +59,7 @@ NOT_NEEDED = {
     "the data is read as it is, without an index to build": (
         "data_cache_path num_workers no_create_attention_mask_in_dataloader no_mmap_bin_files dataloader_type "
         "num_dataset_builder_threads dataloader_fast_cache_load mid_level_dataset_surplus test_data_path "
-        "null_tokenizer_eod_id data_impl"
+        "data_impl"
     ),
     "checkpoints hold everything, load on any layout, and the same command continues a run": (
         "save_retain_interval ckpt_format async_save no_ckpt_fully_parallel_save ckpt_fully_parallel_load "
@@ -87,9 +89,13 @@ NOT_NEEDED = {
 REFUSED = {
     "mixtures of experts are not supported; leave it out": "num_experts expert_model_parallel_size=1",
     "Mamba and hybrid models are not supported; leave it out": "hybrid_override_pattern is_hybrid_model",
+    "T5 and BERT are not supported, only GPT (num_layers, seq_length); leave it out": (
+        "encoder_num_layers decoder_num_layers encoder_seq_length decoder_seq_length vocab_extra_ids mask_prob "
+        "short_seq_prob bert_no_binary_head"
+    ),
     "the model here has no such part; leave it out": (
-        "rotary_interleaved rotary_seq_len_interpolation_factor=1 use_rope_scaling qk_layernorm squared_relu "
-        "quick_geglu add_qkv_bias window_size softmax_type=vanilla multi_latent_attention mtp_num_layers "
+        "rotary_interleaved rotary_seq_len_interpolation_factor=1 use_rope_scaling squared_relu "
+        "quick_geglu add_qkv_bias softmax_type=vanilla multi_latent_attention mtp_num_layers "
         "init_method_xavier_uniform use_mup"
     ),
     "the batch is the same at every step; use global_batch_size": (
@@ -98,14 +104,11 @@ REFUSED = {
     "8-bit and 4-bit floats are not supported; use bf16": "fp8_format fp4_format",
     "optimizer states are fp32 here; leave it out": "use_precision_aware_optimizer",
     "one learning rate and weight decay hold for all weights and steps; leave it out": (
-        "decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay weight_decay_incr_style=constant "
-        "lr_warmup_init"
+        "decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay weight_decay_incr_style=constant"
     ),
     "a loss scale that stands still is not supported; leave it out": "loss_scale",
     "only the usual window is accepted, for ours is fixed; leave it out": "loss_scale_window=1000|1000.0",
-    "the loss is the cross-entropy of all tokens, in fp32, and documents attend to each other; leave it out": (
-        "reset_position_ids reset_attention_mask eod_mask_loss fp16_lm_cross_entropy"
-    ),
+    "the loss is computed in fp32; leave it out": "fp16_lm_cross_entropy",
     "write the paths and weights into data_path": "data_args_path per_split_data_args_path",
     "there is no made-up data; `ingot demo` needs no data": "mock_data",
     "a run evaluates on one data set; leave it out": "multiple_validation_sets",
@@ -117,11 +120,13 @@ COMPUTED = (
     "no_position_embedding rotary_base rotary_percent swiglu disable_bias_linear no_bias_gelu_fusion "
     "untie_embeddings_and_output_weights make_vocab_size_divisible_by hidden_dropout micro_batch_size batch_size "
     "global_batch_size train_iters train_samples min_lr lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples "
-    "lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction warmup clip_grad adam_beta1 "
-    "adam_beta2 tensor_model_parallel_size model_parallel_size pipeline_model_parallel_size context_parallel_size bf16 "
-    "fp16 recompute_granularity recompute_activations checkpoint_activations deterministic_mode data_path split "
-    "train_data_path valid_data_path tokenizer_type tokenizer_model vocab_file merge_file vocab_size padded_vocab_size "
-    "save load finetune save_interval eval_iters eval_interval full_validation log_interval"
+    "lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init warmup "
+    "window_size qk_layernorm reset_position_ids reset_attention_mask eod_mask_loss null_tokenizer_eod_id clip_grad "
+    "adam_beta1 adam_beta2 tensor_model_parallel_size model_parallel_size pipeline_model_parallel_size "
+    "context_parallel_size bf16 fp16 recompute_granularity recompute_activations checkpoint_activations "
+    "deterministic_mode data_path split train_data_path valid_data_path tokenizer_type tokenizer_model vocab_file "
+    "merge_file vocab_size padded_vocab_size save load finetune save_interval eval_iters eval_interval "
+    "full_validation log_interval"
 )
 
 
@@ -155,7 +160,13 @@ def _model(t: Translation) -> None:
     t.put("model.activation", activation, "swiglu", *[] if swiglu else ["no_bias_gelu_fusion"])
     t.put("model.no_bias", bare, "disable_bias_linear")
     if bare and t.choice("normalization") == "layernorm":
-        t.refuse("disable_bias_linear", "norms and linear layers have biases alike here; use RMSNorm, which has none")
+        t.put("model.norm_bias", True, "disable_bias_linear")
+    window = re.findall(r"-?\d+", str(t.get("window_size", "")))  # keys seen to the left and to the right, itself apart
+    if window and window[0] != "-1":
+        t.put("model.sliding_window", int(window[0]) + 1, "window_size")
+    if window[1:] not in ([], ["0"], ["-1"]):
+        t.refuse("window_size", "a token cannot see what comes after it; end with 0")
+    t.put("model.qk_ln", "heads" if t.get("qk_layernorm") else False, "qk_layernorm")
     width = t.size("hidden_size", 1)
     default = int((4 * width * 2 / 3) / 64) * 64 if swiglu else 4 * width
     t.put("model.ffn_hidden_size", t.size("ffn_hidden_size", default), "ffn_hidden_size")
@@ -165,7 +176,12 @@ def _model(t: Translation) -> None:
         t.put(native, t.get("hidden_dropout", 0.1), "hidden_dropout")
     files = ("tokenizer_model", "vocab_file", "merge_file")
     shards = t.size(t.said("tensor_model_parallel_size", "model_parallel_size"), 1)
-    kin.put_vocabulary(t, files, "GPT2BPETokenizer", "vocab_size", shards)
+    eod = kin.put_vocabulary(t, files, "GPT2BPETokenizer", "vocab_size", shards)
+    if str(t.get("tokenizer_type")).lower() == "nulltokenizer":
+        eod = t.number("null_tokenizer_eod_id", t.size("vocab_size", 1) - 1)
+    flags = {"reset_attention_mask": "model.document_mask", "reset_position_ids": "model.document_positions",
+             "eod_mask_loss": "mask_eos_loss"}  # fmt: skip
+    kin.put_documents(t, flags, eod)
 
 
 def _training(t: Translation) -> None:
@@ -215,20 +231,25 @@ def _schedule(t: Translation) -> None:
     warmup = t.number(f"lr_warmup_{what}", 0) if share is None else share * end
     t.put("scheduler.t_warmup", kin.count(warmup, unit), f"lr_warmup_{what}", "lr_warmup_fraction", "warmup")
     t.put("scheduler.t_max", kin.count(end, unit), f"lr_decay_{what}")
+    if warmup and t.number("lr_warmup_init"):
+        t.put("scheduler.warmup_start", t.number("lr_warmup_init") / lr, "lr_warmup_init")
     style, floor = t.choice("lr_decay_style"), t.number("min_lr", 0.0) / lr
     t.put("scheduler.alpha_f", 0.0 if style.startswith("inv_sqrt") else floor, "min_lr")
     if style == "wsd":
-        shape = t.choice("lr_wsd_decay_style", "exponential", "linear cosine minus_sqrt=sqrt")
+        shape = t.choice("lr_wsd_decay_style", None, "exponential linear cosine minus_sqrt=sqrt")
         t.put("scheduler.decay_shape", shape, "lr_wsd_decay_style")
-        t.put("scheduler.t_decay", kin.count(t.number(f"lr_wsd_decay_{what}"), unit), f"lr_wsd_decay_{what}")
+        key = f"lr_wsd_decay_{what}"
+        t.put("scheduler.t_decay", kin.count(length := t.number(key), unit), key)
+        if length is None or length > end - warmup:
+            t.refuse(key, f"is missing, or longer than what the warmup leaves, {end - warmup:g}; set it")
     if style != "inv_sqrt_with_warmup":
         return
     t.put("scheduler.t_scale", kin.count(warmup, unit), "lr_decay_style")
     if not warmup:
         t.refuse("lr_decay_style", "inverse-square-root without a warmup falls with the first samples; set one")
-    elif warmup < total * floor**2:
-        t.want("scheduler.floor", floor, "min_lr", "the learning rate falls to it and stays there in Megatron, which "
-               "is not possible here yet; set min_lr 0")  # fmt: skip
+    if end < total:
+        t.refuse(f"lr_decay_{what}", "inverse-square-root drops to min_lr there, which is not possible; leave it out")
+    t.put("scheduler.floor", floor, "min_lr")
 
 
 MEGATRON = Dialect("megatron", "Megatron", _translate, SAME, DEFAULTS, CHOICES, NOT_NEEDED, REFUSED, COMPUTED)

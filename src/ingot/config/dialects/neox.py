@@ -5,6 +5,7 @@ tokenizer, by NeoX's own rules. Pythia's files set neither `bias_gelu_fusion: fa
 the tanh GELU and the warmup's first step matter.
 """
 
+import math
 import re
 from typing import Any
 
@@ -28,7 +29,7 @@ CHOICES = {
     "init_method": "model.init normal small_init=small",
     "output_layer_init_method": "model.residual_init scaled_normal=scaled wang_init=wang normal=same small_init=same",
     "lr_decay_style": "scheduler.name linear=linear_decay_with_warmup cosine=cosine_with_warmup "
-    "constant=constant_with_warmup",
+    "constant=constant_with_warmup exponential=exponential_decay_with_warmup",
 }
 NOT_NEEDED = {
     "where a run runs is said when it is launched": (
@@ -94,11 +95,14 @@ REFUSED = {
     "mixtures of experts are not supported; use moe_num_experts 1": "moe_num_experts=1",
     "RWKV is not supported; use attention_config global or flash": "dim_att head_size ffn_dim",
     "the model here has no such part; leave it out": (
-        "sliding_window_width use_qk_layernorm opt_pos_emb_offset num_unique_layers gpt_j_tied soft_prompt_tuning "
-        "sparsity_config sparse_attention te_fp8_mha"
+        "opt_pos_emb_offset num_unique_layers gpt_j_tied soft_prompt_tuning sparsity_config sparse_attention te_fp8_mha"
     ),
     "maximal update parametrisation is not supported; set the learning rate and init_method_std themselves": "use_mup",
-    "the loss is the cross-entropy of all tokens, in fp32; leave it out": "z_loss eod_mask_loss fp16_lm_cross_entropy",
+    "the norms of queries and keys have weights of their own here, and NeoX's share one; leave it out": (
+        "use_qk_layernorm"
+    ),
+    "T5 is not supported, only GPT; leave it out": "model_arch=gpt2",
+    "the loss is the cross-entropy alone, in fp32; leave it out": "z_loss fp16_lm_cross_entropy",
     "only pretraining is done here": "train_impl=normal dataset_impl=gpt2 "
     + " ".join(
         f"{sign}{part}{kind}_data_paths"
@@ -134,10 +138,11 @@ COMPUTED = (
     "bias_gelu_fusion rotary_pct rotary_emb_base use_bias_in_norms use_bias_in_attn_linear use_bias_in_mlp "
     "hidden_dropout optimizer.type optimizer.params.lr optimizer.params.betas optimizer_type lr weight_decay "
     "lr_decay_iters lr_decay_fraction min_lr warmup train_iters train_epochs train_batch_size "
-    "train_micro_batch_size_per_gpu batch_size gradient_accumulation_steps gradient_clipping clip_grad "
+    "train_micro_batch_size_per_gpu batch_size gradient_accumulation_steps gas gradient_clipping clip_grad "
     "pipe_parallel_size model_parallel_size world_size global_num_gpus data_path train_data_paths valid_data_paths "
     "train_data_weights valid_data_weights split vocab_file merge_file tokenizer_type padded_vocab_size save load "
-    "finetune checkpoint_factor eval_interval eval_iters log_interval"
+    "finetune checkpoint_factor eval_interval eval_iters log_interval eod_mask_loss "
+    "sliding_window_width"
 )
 
 
@@ -160,14 +165,18 @@ def _model(t: Translation) -> None:
     if t.choice("pos_emb") == "rotary":
         t.put("model.rotary_pct", t.get("rotary_pct", 1.0), "rotary_pct")
         t.put("model.rotary_base", t.get("rotary_emb_base", 10000), "rotary_emb_base")
+    if (window := t.size("sliding_window_width")) is not None:  # itself apart
+        t.put("model.sliding_window", window + 1, "sliding_window_width")
     layernorm = t.choice("norm") == "layernorm"
     epsilon, default = ("layernorm_epsilon", 1e-5) if layernorm else ("rms_norm_epsilon", 1e-8)
     t.put("model.norm_eps", t.get(epsilon, default), epsilon)
-    biases = ["use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms"][: 3 if layernorm else 2]
+    biases = ("use_bias_in_attn_linear", "use_bias_in_mlp")
     without = [key for key in biases if t.get(key) is False]
     t.put("model.no_bias", bool(without), *biases)
-    if 0 < len(without) < len(biases):
-        t.refuse(without[0], f"biases are everywhere or nowhere here; set {', '.join(biases)} alike")
+    if len(without) == 1:
+        t.refuse(without[0], f"linear layers have biases everywhere or nowhere here; set {' and '.join(biases)} alike")
+    if layernorm:
+        t.put("model.norm_bias", t.get("use_bias_in_norms", True), "use_bias_in_norms")
     t.put("model.tie_word_embeddings", not t.get("no_weight_tying", False), "no_weight_tying")
     for native in ("model.emb_pdrop", "model.resid_pdrop"):
         t.put(native, t.get("hidden_dropout", 0.0), "hidden_dropout")
@@ -184,7 +193,8 @@ def _model(t: Translation) -> None:
     if t.choice("output_layer_init_method") != "wang" and ("normal" in output) != (init == "normal"):
         t.refuse("output_layer_init_method", f"{output} does not go with init_method {init}; wang_init goes with both")
     files = ("vocab_file", "merge_file")
-    kin.put_vocabulary(t, files, "GPT2BPETokenizer", "padded_vocab_size", t.size("model_parallel_size", 1))
+    eod = kin.put_vocabulary(t, files, "GPT2BPETokenizer", "padded_vocab_size", t.size("model_parallel_size", 1))
+    kin.put_documents(t, {"eod_mask_loss": "mask_eos_loss"}, eod)
 
 
 def _training(t: Translation) -> None:
@@ -194,7 +204,7 @@ def _training(t: Translation) -> None:
     if not world and t.number("num_gpus") and t.number("num_nodes", -1) > 0:
         world = t.number("num_gpus") * t.number("num_nodes")
     micro = t.said("train_micro_batch_size_per_gpu", "batch_size")
-    kin.put_batch(t, "train_batch_size", micro, "gradient_accumulation_steps", world, tensor * pipeline)
+    kin.put_batch(t, "train_batch_size", micro, t.said("gradient_accumulation_steps", "gas"), world, tensor * pipeline)
     kin.put_checkpoints(t, "checkpoint_factor")
     t.put("log_interval", kin.count(t.number("log_interval", 100)), "log_interval")
     kinds = ("precision", "fp16.enabled", "bf16.enabled", "fp16.type")
@@ -214,7 +224,7 @@ def _data(t: Translation) -> None:
         if weights and len(weights) != len(paths):
             t.refuse(f"{part}_data_weights", f"has {len(weights)} weights for {len(paths)} data sets")
             weights = []
-        parts[f"{part}_data_paths"] = list(zip(weights or [None] * len(paths), paths, strict=True))
+        parts[f"{part}_data_paths"] = list(zip(weights or [1.0] * len(paths), paths, strict=True))
         t.skip("weights of the mixture", f"{part}_data_weights")
     kin.put_data(t, [(None, t.get("data_path"))] if t.get("data_path") else [], parts, "969, 30, 1")
     kin.put_eval(t, t.number("eval_interval", 1000))
@@ -226,6 +236,8 @@ def _optimizer(t: Translation) -> None:
     if (lr := t.number(rate, 0)) <= 0:
         t.refuse(rate, "is missing; set it")
         lr = 1.0
+    if t.number("lr", lr) != lr:
+        t.refuse("lr", f"contradicts optimizer.params.lr {lr}; leave out one of them")
     t.put("optimizer.name", name, kind)
     t.put("optimizer.lr", lr, rate)
     betas = "optimizer.params.betas"
@@ -244,13 +256,17 @@ def _optimizer(t: Translation) -> None:
     warmup = t.number("warmup", 0.01) * end
     t.put("scheduler.t_warmup", kin.count(warmup, unit), "warmup")
     if warmup:
-        t.want("scheduler.warmup_floor", 1, "warmup", "the first step has rate 0 instead of lr / warmup", harmless=True)
+        t.put("scheduler.warmup_floor", 1, "warmup")
     t.put("scheduler.t_max", kin.count(end, unit), "lr_decay_iters", "lr_decay_fraction")
     floor, style = t.number("min_lr", 0.0) / lr, t.choice("lr_decay_style")
     t.put("scheduler.alpha_f", floor if style == "cosine_with_warmup" else 0.0, "min_lr")
-    if style.startswith("linear") and end - total < floor * (end - warmup):  # it goes to 0, cut off at min_lr
-        t.want("scheduler.floor", floor, "min_lr", "NeoX's line goes to 0 and stays at min_lr from where it meets it, "
-               "which is not possible here yet; use min_lr 0, or lr_decay_style cosine")  # fmt: skip
+    if style.startswith("cosine") and end < total:
+        t.refuse(t.said("lr_decay_iters", "lr_decay_fraction"), "NeoX's cosine rises again after it; leave it out")
+    if style.startswith("exponential"):  # halves from the end of the warmup to lr_decay_iters, and goes on from there
+        t.put("scheduler.t_max", kin.count(total, unit), "lr_decay_style")
+        t.put("scheduler.alpha_f", math.exp(-0.693 * (total - warmup) / (end - warmup)), "lr_decay_style")
+    if style.startswith(("linear", "exponential")):  # cut off at min_lr
+        t.put("scheduler.floor", floor, "min_lr")
 
 
 NEOX = Dialect("neox", "GPT-NeoX", _translate, SAME, DEFAULTS, CHOICES, NOT_NEEDED, REFUSED, COMPUTED)

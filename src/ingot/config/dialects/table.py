@@ -88,8 +88,6 @@ class Translation:
     """Dotted foreign keys and their values."""
     places: Mapping[str, str]
     """Where each stands, as FILE:LINE."""
-    native: frozenset[str]
-    """The dotted keys that the native schema has."""
     elsewhere: tuple[Dialect, ...] = ()
     """The other dialects, to name the home of a key that is not of this one."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -170,15 +168,6 @@ class Translation:
                 row.text += f", {native}: {show(value)}"
         if given:
             self.origins[native] = f"{self.places.get(given[0], self.dialect.title)} ({given[0]})"
-
-    def want(self, native: str, value: Any, key: str, missing: str, harmless: bool = False) -> None:
-        """Set a native key that this version may not have; without it, say what is different, or refuse."""
-        if native in self.native:
-            self.put(native, value, key)
-        elif harmless:
-            self.rows[key].text += f"; {missing}"
-        else:
-            self.refuse(key, missing)
 
     def skip(self, why: str, *keys: str) -> None:
         for key in keys:

@@ -1,0 +1,105 @@
+"""Where the time of a training step goes, by kind of kernel, and the tables of docs/performance.md."""
+
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# by name, the first match counts; Triton's kernels of ours by their whole name
+KINDS = {
+    "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
+    "attention": r"cudnn|flash|fmha|^_(forward|backward_kv|backward_q|delta|reach)$",
+    "loss kernel": r"^_softmax$",
+    "optimizer": r"multi_tensor_apply|adam|lpnorm",
+    "element-wise": r"",
+}
+
+
+def profile_step(step: Callable[[], Any]) -> dict[str, Any]:
+    """Milliseconds of one step by kind, its idle time, and the clock and power of the device over some steps."""
+    with torch.profiler.profile() as profiler:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    spent = dict.fromkeys([*KINDS, "copies"], 0.0)
+    spans = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            name = event["name"].lower()
+            kernel = event["cat"] == "kernel"
+            kind = next(k for k, names in KINDS.items() if re.search(names, name)) if kernel else "copies"
+            spent[kind] += event["dur"] / 1e3
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+    busy, end = 0.0, 0.0
+    for first, last in sorted(spans):
+        busy, end = busy + max(0.0, last - max(first, end)), max(end, last)
+    whole = (end - min(first for first, _ in spans)) if spans else 0.0
+    found = {kind: round(ms, 1) for kind, ms in spent.items()} | {"idle": round((whole - busy) / 1e3, 1)}
+    return {"milliseconds": found, **_clock_and_power(step)}
+
+
+def _clock_and_power(step: Callable[[], Any]) -> dict[str, float]:
+    """Medians over three steps by nvidia-smi, where it is."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return {}
+    query = "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "100"]
+    sampling = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for _ in range(3):
+        step()
+    sampling.terminate()
+    lines = [line.split(",") for line in sampling.communicate()[0].splitlines() if line.count(",") == 3]
+    try:
+        values = [[float(text) for text in line] for line in lines[len(lines) // 4 :]]
+        medians = [statistics.median(column) for column in zip(*values, strict=True)]
+        return dict(zip(("sm_mhz", "sm_mhz_highest", "watts", "watts_limit"), medians, strict=True))
+    except ValueError:  # a field that this device does not tell
+        return {}
+
+
+def write_docs(found: dict[str, Any], page: Path) -> None:
+    """Put the tables of the results between their marks."""
+    text = page.read_text()
+    for name, rows in (("profile", _profile(found.get("profile", []))), ("budget", _budgets(found.get("budget", [])))):
+        table = "".join(f"| {' | '.join(row)} |\n" for row in rows) or "Not measured yet.\n"
+        marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+        text = marks.sub(table, text)
+    page.write_text(text)
+
+
+def _profile(rows: list[dict[str, Any]]) -> list[list[str]]:
+    if not rows:
+        return []
+    table = [[""], ["---"]]
+    for row in rows:
+        name = " ".join(row[key] for key in ("model", "positions", "precision") if row[key] not in ("learned", "bf16"))
+        table[0].append(f"{name}, {row['sequences_per_step']} sequences")
+        table[1].append("---:")
+    for kind in rows[0]["milliseconds"]:
+        table.append([kind])
+        for row in rows:
+            ms, whole = row["milliseconds"][kind], sum(row["milliseconds"].values())
+            table[-1].append(f"{ms:,.1f} ms ({ms / whole:.1%})" if whole else "-")
+    if all("sm_mhz" in row for row in rows):
+        table.append(["clock"] + [f"{row['sm_mhz']:.0f} of {row['sm_mhz_highest']:.0f} MHz" for row in rows])
+        table.append(["power"] + [f"{row['watts']:.0f} of {row['watts_limit']:.0f} W" for row in rows])
+    return table
+
+
+def _budgets(rows: list[dict[str, Any]]) -> list[list[str]]:
+    if not rows:
+        return []
+    table = [["model", "microbatch", "budget", "GiB", "tokens/s"], ["---", *["---:"] * 4]]
+    for row in sorted(rows, key=lambda row: (row["model"], -row["budget"])):
+        budget, speed = f"{row['budget']:g}", f"{row['tokens_per_second']:,}"
+        table.append([row["model"], str(row["microbatch"]), budget, str(row["memory_gib"]), speed])
+    return table

@@ -1,0 +1,194 @@
+"""status, logs, stop and resume go by the run folder or a job's id, whatever the run was launched on; Slurm's own tests
+are in test_slurm.py."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from specs import put_on_path
+
+from ingot.launch.jobs import add_job, read_jobs
+from ingot.launch.kubernetes import state_of
+from ingot.launch.ladder import newest_checkpoint
+from ingot.launch.spec import read_spec
+
+# answers `get` with the file `object`, keeps what is applied in `applied`
+KUBECTL = """
+from pathlib import Path
+here = Path({folder!r})
+if "get" in sys.argv:
+    print((here / "object").read_text() if (here / "object").exists() else "")
+elif "apply" in sys.argv:
+    (here / "applied").write_text(sys.stdin.read())
+    print("applied")
+"""
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The calls of kubectl."""
+    return put_on_path(monkeypatch, tmp_path / "bin", "kubectl", KUBECTL.format(folder=str(tmp_path)))
+
+
+def called(calls: Path) -> list[str]:
+    return json.loads(calls.read_text().splitlines()[-1])
+
+
+def test_a_run_on_kubernetes_is_asked_about_ended_and_launched_again(
+    kubectl: Path, tmp_path: Path, ingot: Callable[..., Any]
+) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (tmp_path / "own.yaml").write_text("max_duration: 3ba\n")
+    ingot("launch", "kubernetes", "mpt-125m", "own.yaml", "data=/data/c4", f"save_folder={run}", "--profile", "cpu", "-N",
+          "2", "-i", "a/b:1", "-m", f"shared:{tmp_path / 'runs'}", "--namespace", "team", "--apply")  # fmt: skip
+    (job,) = read_jobs(run)
+    assert job.back_end == "kubernetes/team/jobset"
+    assert "state: not running" in ingot("status", str(run)).stdout  # the cluster does not know it
+    (tmp_path / "object").write_text(json.dumps({"status": {"replicatedJobsStatus": [{"active": 1}]}}))
+    for name in (str(run), job.id):
+        said = ingot("status", name).stdout
+        assert "state: starting" in said and f"job {job.id}: RUNNING" in said
+    assert called(kubectl) == ["--namespace", "team", "get", "jobset", job.id, "--ignore-not-found", "--output=json"]
+    again = ingot("launch", "resume", str(run), check=False)
+    assert again.returncode == 2 and "has a job already" in again.stderr
+
+    assert "asked" in ingot("stop", str(run)).stdout and (run / "STOP").exists()
+    assert "delete" not in kubectl.read_text()
+    assert f"ended job {job.id}" in ingot("stop", "--now", job.id).stdout
+    assert called(kubectl)[2:] == [
+        "delete", "jobset,secret,networkpolicy", "--selector", f"app.kubernetes.io/instance={job.id}", "--wait=false",
+    ]  # fmt: skip
+    (tmp_path / "object").unlink()
+    for line in ("machine", "machine"):
+        with (run / "failures.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": line, "host": "n7", "message": "gone", "time": "", "attempt": "1", "rank": 0,
+                                   "batch": 1, "progress": False}) + "\n")  # fmt: skip
+    ingot("launch", "resume", str(run))
+    documents = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
+    assert documents[0]["stringData"]["own.yaml"] == "max_duration: 3ba\n"  # it travels again
+    assert "n7" in json.loads(documents[0]["stringData"]["spec.json"])["exclude"]
+    assert [each.id == job.id for each in read_jobs(run)] == [True, False]
+
+
+def test_a_cluster_that_does_not_answer_leaves_the_state_unknown_and_nothing_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot: Callable[..., Any]
+) -> None:
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)
+    add_job(run, "kubernetes/team/trainjob", "mine-0abc12")
+    put_on_path(monkeypatch, tmp_path / "bin", "kubectl", "sys.exit('connection refused')")
+    assert "state: unknown" in ingot("status", str(run)).stdout
+    assert "does not answer, so job mine-0abc12 was not ended" in ingot("stop", "--now", str(run)).stdout
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ({}, "PENDING"),
+        ({"conditions": [{"type": "Suspended", "status": "True"}]}, "PENDING"),
+        ({"conditions": [{"type": "Suspended", "status": "False"}], "replicatedJobsStatus": [{"ready": 2}]}, "RUNNING"),
+        ({"jobsStatus": [{"active": 1}]}, "RUNNING"),
+        ({"conditions": [{"type": "Created", "status": "True"}, {"type": "Running", "status": "True"}]}, "RUNNING"),
+        (
+            {"conditions": [{"type": "Running", "status": "False"}, {"type": "Succeeded", "status": "True"}]},
+            "COMPLETED",
+        ),
+        ({"conditions": [{"type": "Completed", "status": "True"}]}, "COMPLETED"),
+        ({"conditions": [{"type": "Failed", "status": "True"}], "replicatedJobsStatus": [{"active": 1}]}, "FAILED"),
+    ],
+)
+def test_the_state_of_each_kind_of_object_is_understood(status: dict[str, Any], state: str) -> None:
+    assert state_of(status) == state
+
+
+def test_a_local_run_is_stopped_now_and_launched_again(
+    tiny: list[str], tmp_path: Path, ingot: Callable[..., Any]
+) -> None:
+    run = tmp_path / "run"
+    options = ["max_duration=3000ba", "save_interval=10ba", "--profile", "cpu", "--gpus-per-node", "0"]
+    command = [sys.executable, "-m", "ingot.cli.main", "launch", "local", *tiny, *options]
+    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not list((run / "checkpoints").glob("*/manifest.json")):
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        assert f"ended job {launcher.pid}" in ingot("stop", "--now", str(run)).stdout
+        assert launcher.wait(30) == -signal.SIGKILL
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert ingot("stop", "--now", str(run)).stdout.strip().endswith("no job of it is left")
+    spec = read_spec(run / "launch" / "spec.json")
+    path = run / "launch" / "spec.json"
+    more = f"max_duration={newest_checkpoint(run) + 3}ba"
+    path.write_text(spec.model_copy(update={"arguments": [*spec.arguments, more]}).model_dump_json())
+    ingot("launch", "resume", str(run))
+    assert "state: finished" in ingot("status", str(run)).stdout
+    assert [job.back_end for job in read_jobs(run)] == ["local", "local"]
+
+
+def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot: Callable[..., Any]
+) -> None:
+    """F35: squeue may come back empty while slurmctld is busy; a job that Slurm has forgotten is another answer."""
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)
+    add_job(run, "slurm", "42")
+    calls = {name: put_on_path(monkeypatch, tmp_path / "bin", name) for name in ("squeue", "sbatch", "scancel")}
+    assert "state: unknown" in ingot("status", str(run)).stdout
+    assert "does not answer, so job 42 was not ended" in ingot("stop", "--now", str(run)).stdout
+    refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
+    assert refused.returncode == 2 and "nobody can be asked" in refused.stderr
+    assert not calls["sbatch"].exists() and not calls["scancel"].exists()
+    forgotten = "sys.exit('slurm_load_jobs error: Invalid job id specified')"
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue", forgotten)
+    assert "state: stopped by the file STOP" in ingot("status", str(run)).stdout
+
+
+def test_neither_a_folder_nor_a_job_is_a_sentence(tmp_path: Path, ingot: Callable[..., Any]) -> None:
+    for name in ("12345", "mine-0abc12", "absent/folder"):
+        refused = ingot("status", name, check=False)
+        assert refused.returncode == 2 and f"{name} is neither a run folder nor a job" in refused.stderr
+    assert "is no run folder" in ingot("logs", str(tmp_path), check=False).stderr
+
+
+SBATCH = """
+import json
+with open({seen!r}, "a") as file:
+    file.write(json.dumps(dict(os.environ)) + "\\n")
+print(len(open({seen!r}).readlines()))
+"""
+
+
+def test_a_secret_of_a_file_reaches_a_containers_job_and_is_written_nowhere(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot: Callable[..., Any]
+) -> None:
+    seen = tmp_path / "seen"
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "sbatch", SBATCH.format(seen=str(seen)))
+    secret = tmp_path / "home" / ".config" / "ingot" / "secrets" / "HF_TOKEN"
+    secret.parent.mkdir(parents=True)
+    secret.write_text("hf_0123456789\n")
+    secret.chmod(0o600)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_MEM_PER_NODE", "9"), ("SLURM_ARRAY_TASK_ID", "2")):
+        monkeypatch.setenv(name, value)  # launched from inside another job
+    monkeypatch.setenv("SLURM_CONF", "/etc/own.conf")
+    command = ["launch", "slurm", *tiny, "--profile", "cpu", "--image", "/apps/ingot.sqsh", "--secret", "HF_TOKEN"]
+    said = ingot(*command)
+    (env,) = map(json.loads, seen.read_text().splitlines())
+    assert env["HF_TOKEN"] == "hf_0123456789" and env["SLURM_CONF"] == "/etc/own.conf"
+    assert not {"SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SLURM_ARRAY_TASK_ID"} & set(env)
+    written = [path.read_text() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert "hf_0123456789" not in "".join([said.stdout, said.stderr, calls.read_text(), *written])
+    secret.chmod(0o644)
+    (tmp_path / "run" / "launch" / "jobs.jsonl").unlink()
+    assert "can be read by others" in ingot(*command, check=False).stderr

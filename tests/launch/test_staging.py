@@ -1,0 +1,133 @@
+"""The job script, run by bash with a stand-in for srun: the image is copied to each node, once and checked, before use.
+
+(A Slurm without the pyxis plugin does not know the options of containers, so the real one cannot be asked.)
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from specs import put_on_path, spec
+
+from ingot.errors import ConfigError
+from ingot.launch.array import render_array
+from ingot.launch.slurm import render
+from ingot.launch.spec import LaunchSpec
+from ingot.launch.submit import submit_to_slurm
+
+# runs `bash -c` on each node of the job at the same time, as srun would; a worker "finishes" the run
+SRUN = """
+import subprocess
+words = sys.argv[1:]
+command = words[next(i for i, word in enumerate(words) if not word.startswith("--")):]
+if command[0] != "bash":
+    open(os.environ["RUN"] + "/FINISHED", "w").close()
+    sys.exit(0)
+running = []
+for node in ("n1", "n2", "n3"):
+    own = [word + "/of-" + node if node == os.environ.get("BROKEN") and i == 5 else word for i, word in enumerate(command)]
+    running.append(subprocess.Popen(own, env={**os.environ, "SLURMD_NODENAME": node}))
+for process in running:
+    process.wait()
+"""
+
+
+@pytest.fixture
+def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchSpec:
+    image = tmp_path / "ingot.sqsh"
+    image.write_bytes(os.urandom(100_000))
+    (tmp_path / "ingot.sqsh.sha256").write_text(f"{hashlib.sha256(image.read_bytes()).hexdigest()}  ingot.sqsh\n")
+    put_on_path(monkeypatch, tmp_path / "bin", "srun", SRUN)
+    put_on_path(monkeypatch, tmp_path / "bin", "scontrol", "print('n1\\nn2\\nn3') if 'hostnames' in sys.argv else None")
+    for name in ("sinfo", "scancel"):
+        put_on_path(monkeypatch, tmp_path / "bin", name)
+    run = tmp_path / "run"
+    run.mkdir()
+    return spec(image=str(image), stage=str(tmp_path / "nvme"), run_folder=str(run), workdir=str(tmp_path), nodes=2,
+                spares=1)  # fmt: skip
+
+
+def execute(script: str, staged: LaunchSpec, **env: str) -> subprocess.CompletedProcess[str]:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "RUN": staged.run_folder}
+    return subprocess.run(["bash", "-c", script], env={**os.environ, **job, **env}, capture_output=True, text=True)
+
+
+def calls(staged: LaunchSpec) -> list[list[str]]:
+    """How srun was called."""
+    path = Path(staged.workdir) / "bin" / "srun.calls"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_image_is_copied_once_per_node_and_the_run_uses_the_copy(staged: LaunchSpec) -> None:
+    nvme = Path(str(staged.stage))
+    nvme.mkdir()
+    (nvme / ".left.draft").write_text("half a file, of a job that was killed")
+    for age, name in enumerate(("a", "b", "c"), 1):
+        (nvme / f"{name}.sqsh").write_text("of an earlier day")
+        os.utime(nvme / f"{name}.sqsh", (age, age))
+    done = execute(render(staged), staged)
+    assert done.returncode == 0, done.stdout + done.stderr
+    digest = hashlib.sha256(Path(str(staged.image)).read_bytes()).hexdigest()
+    assert hashlib.sha256((nvme / f"{digest}.sqsh").read_bytes()).hexdigest() == digest
+    assert sorted(path.name for path in nvme.iterdir()) == sorted([".lock", f"{digest}.sqsh", "c.sqsh"])
+    staging, worker = calls(staged)
+    assert f"--container-image={nvme}/{digest}.sqsh" in worker
+    assert not any("container" in word for word in staging)
+    assert not (staged.folder / "bad.7").exists()
+
+
+def test_a_copy_that_is_there_is_not_made_again(staged: LaunchSpec) -> None:
+    digest = hashlib.sha256(Path(str(staged.image)).read_bytes()).hexdigest()
+    copy = Path(str(staged.stage)) / f"{digest}.sqsh"
+    copy.parent.mkdir()
+    copy.write_text("complete, by its name")
+    execute(render_array(staged.model_copy(update={"verb": "prepare"})), staged)
+    assert copy.read_text() == "complete, by its name"
+
+
+def test_a_node_that_cannot_be_given_the_image_is_left_out(staged: LaunchSpec) -> None:
+    in_the_way = Path(str(staged.stage)) / "of-n2"
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("a file where a folder should be")
+    done = execute(render(staged), staged, BROKEN="n2")
+    assert done.returncode == 0 and "on n1,n3" in done.stdout, done.stdout + done.stderr
+    assert (staged.folder / "bad.7").read_text() == "n2\n"
+
+
+def test_an_image_that_is_not_what_its_sum_says_is_used_nowhere(staged: LaunchSpec) -> None:
+    with Path(str(staged.image)).open("r+b") as file:
+        file.write(b"another beginning")
+    done = execute(render(staged), staged)
+    assert done.returncode == 1 and "2 nodes are needed and 0 are good" in done.stdout
+    assert len(calls(staged)) == 1 and not list(Path(str(staged.stage)).glob("*.sqsh"))
+
+
+def test_six_attempts_without_a_word_end_the_chain(
+    staged: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path(monkeypatch, tmp_path / "bin", "srun", "sys.exit(1)")  # the image cannot be mounted, say
+    put_on_path(monkeypatch, tmp_path / "bin", "sleep")
+    plain = staged.model_copy(update={"stage": None})
+    done = execute(render(plain), plain)
+    assert done.returncode == 3 and len(calls(plain)) == 6
+    assert "without a word" in (plain.folder / "HALT").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"image": "registry.example/ingot:0.1.0"}, "only a squash file"), ({"image": None}, "only a squash file")],
+)
+def test_only_a_file_can_be_staged(staged: LaunchSpec, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        spec(**(staged.model_dump() | changes))
+
+
+def test_an_image_without_a_sum_is_refused_before_anything_is_queued(staged: LaunchSpec) -> None:
+    Path(f"{staged.image}.sha256").unlink()
+    with pytest.raises(ConfigError, match="sha256sum"):
+        submit_to_slurm(staged)
+    assert not (staged.folder / "job.sh").exists()

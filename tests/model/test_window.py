@@ -1,0 +1,81 @@
+"""Claims about sliding windows, and about the span by which our kernel knows windows and documents."""
+
+import pytest
+import torch
+
+from ingot.checkpoint.hf_config import hf_class
+from ingot.errors import CheckpointError
+from ingot.model.attention import KVCache, causal_bias, choose_kernel, visible_span
+from ingot.model.config import ModelConfig
+from ingot.model.init import build_model
+
+CPU = torch.device("cpu")
+
+
+def config(positions: str, window: int | None, layers: int = 1) -> ModelConfig:
+    return ModelConfig(
+        d_model=32, n_heads=4, n_layers=layers, vocab_size=50, max_seq_len=40, positions=positions,
+        sliding_window=window, n_kv_heads=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary", "none"])
+@torch.no_grad()
+def test_a_token_sees_its_window_and_nothing_before(positions: str) -> None:
+    """In one layer, a change is felt by the tokens of the window after it, by no other."""
+    model = build_model(config(positions, 7), 1, CPU).eval()
+    tokens = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[0, 10] = (tokens[0, 10] + 1) % 50
+    felt = (model(tokens) != model(changed)).any(-1)[0]
+    assert felt.nonzero().flatten().tolist() == list(range(10, 17))
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+@torch.no_grad()
+def test_a_window_as_long_as_the_sequence_changes_nothing(positions: str) -> None:
+    tokens = torch.randint(0, 50, (2, 40), generator=torch.Generator().manual_seed(1))
+    logits = [build_model(config(positions, window), 1, CPU).eval()(tokens) for window in (None, 40, 1000)]
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+@torch.no_grad()
+def test_a_window_and_a_key_value_cache_give_the_logits_of_the_whole_sequence(positions: str) -> None:
+    model = build_model(config(positions, 6, layers=3), 1, CPU).eval()
+    tokens = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(2))
+    cache = KVCache(model.config, 2, 30, CPU, torch.float32)
+    parts = [model(part, cache=cache) for part in tokens.split([11, 1, 1, 9, 8], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+def test_a_span_says_what_the_mask_says(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    documents = (torch.rand(3, 40, generator=generator) < 0.1).cumsum(1)
+    for numbered in (documents, None) if window is not None else (documents,):
+        span = visible_span(40, window, numbered, CPU)
+        assert span is not None
+        at = torch.arange(40)
+        seen = causal_bias(None, 40, 40, CPU, window)[:, 0] == 0  # [1, T, S]
+        if numbered is not None:
+            seen = seen & (numbered[:, :, None] == numbered[:, None, :])
+        first, last = span[0], span[1]  # [B or 1, T]
+        assert torch.equal(seen, (at[:, None] >= at) & (at >= first[:, :, None]))
+        assert torch.equal(seen, (at[:, None] >= at) & (at[:, None] <= last[:, None, :]))
+    assert visible_span(40, None, None, CPU) is None
+
+
+def test_the_kernel_is_chosen_with_its_reason() -> None:
+    gpu = torch.device("cuda")
+    assert choose_kernel(config("learned", None), gpu)[0] == "sdpa"
+    assert choose_kernel(config("alibi", 7), CPU) == (
+        "sdpa",
+        "ALiBi, a sliding window as an additive mask, since our kernel for it needs a GPU",
+    )
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+def test_no_hugging_face_class_takes_a_window_silently(positions: str) -> None:
+    with pytest.raises(CheckpointError, match=r"sliding_window=7: .* attends to all that came before"):
+        hf_class(ModelConfig(positions=positions, sliding_window=7))

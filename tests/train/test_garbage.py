@@ -1,0 +1,54 @@
+"""Claims about the collector of cyclic garbage during a run."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ingot.train import garbage
+from ingot.train.garbage import Garbage
+from ingot.train.step import TrainStep
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_cycles_wait_for_the_hundredth_step_and_no_longer() -> None:
+    gone = weakref.ref(Cycle())
+    hands = Garbage()
+    hands.after_step()  # the first looks through everything
+    assert gone() is None and gc.get_freeze_count() > 0
+    gone = weakref.ref(Cycle())
+    for _ in range(garbage.EVERY - 2):
+        hands.after_step()
+    assert gone() is not None
+    hands.after_step()
+    assert gone() is None
+    hands.close()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_no_step_of_a_run_is_interrupted_by_the_collector(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ingot.config.load import load_config
+    from ingot.report.run import train
+    from ingot.train.config import RunConfig
+
+    whole, seen = TrainStep.run, []
+    monkeypatch.setattr(TrainStep, "run", lambda self, batch: (seen.append(gc.isenabled()), whole(self, batch))[1])
+    small = ["model.d_model=16", "model.n_heads=2", "model.n_layers=1", "model.vocab_size=320", "max_seq_len=16",
+             "global_train_batch_size=4", "max_duration=3ba", "scheduler.t_warmup=0ba"]  # fmt: skip
+    train(load_config(RunConfig, [*small, f"data={data}", f"save_folder={tmp_path / 'run'}"]))
+    assert seen == [False] * 3 and gc.isenabled()
