@@ -197,6 +197,7 @@ def test_half_precision_weights_keep_their_bits(tmp_path: Path) -> None:
         assert torch.equal(tensors.get(name), value), name
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path, data: Path, ingot: Any) -> None:
     model = model_of(family="gpt3", vocab_size=320, vocab_multiple=16, max_seq_len=32)
     write_megatron(tmp_path / "run", model, tp=2)

@@ -161,7 +161,7 @@ def test_help_of_every_verb_has_an_example_and_needs_no_torch(ingot: Ingot) -> N
     assert done.returncode == 0 and not any(line.rstrip().endswith("| torch") for line in done.stderr.splitlines())
 
 
-@pytest.mark.parametrize("recipe", ["mpt-125m", "pythia-14m"])
+@pytest.mark.parametrize("recipe", [pytest.param("mpt-125m", marks=pytest.mark.slow), "pythia-14m"])
 def test_a_real_recipe_runs_on_a_cpu_with_small_data(ingot: Ingot, data: Path, tmp_path: Path, recipe: str) -> None:
     done = ingot("train", recipe, "max_duration=2ba", "global_train_batch_size=2", "max_seq_len=128", f"data={data}")
     assert "run folder: runs/" in done.stdout
@@ -175,6 +175,7 @@ def test_training_data_alone_is_enough(ingot: Ingot, data: Path, tmp_path: Path)
     assert len((tmp_path / "runs" / "mpt-125m" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_compile_trains_to_the_same_losses(ingot: Ingot, data: Path, tmp_path: Path) -> None:
     losses = []
     for name, compiled in (("eager", "false"), ("compiled", "true")):

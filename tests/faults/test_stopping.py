@@ -43,6 +43,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(
     assert_as_if_nothing_happened(run.folder, whole)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(data: Path, whole: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", **SLOW_STEPS).start()
     run.wait_for_batch(9)

@@ -30,3 +30,11 @@ def test_a_local_launch_that_cannot_run_leaves_nothing(tmp_path: Path, ingot: Ca
     done = ingot("launch", "local", "no-such-recipe", f"save_folder={tmp_path / 'run'}", check=False)
     assert done.returncode == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_following_the_log_of_a_run_that_was_given_up_ends(tmp_path: Path, ingot: Callable[..., Any]) -> None:
+    for name, text in {"launch/HALT": "the same error twice", "logs/train.log": "batch 1\n", "config.yaml": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    lines = ingot("logs", "-f", str(tmp_path)).stdout.splitlines()
+    assert lines == ["batch 1", "state: halted: the same error twice"]

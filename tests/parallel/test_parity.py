@@ -221,7 +221,11 @@ def check(pairs: list[tuple[str, str]], processes: int, data: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("processes", "pairs"), [(3, [("pythia", "shard=3")]), (4, [("mpt", HSDP), ("llama", f"{TP} {PP}")])]
+    ("processes", "pairs"),
+    [
+        (3, [("pythia", "shard=3")]),
+        pytest.param(4, [("mpt", HSDP), ("llama", f"{TP} {PP}")], marks=pytest.mark.slow),
+    ],
 )
 def test_more_processes_train_like_one(
     processes: int, pairs: list[tuple[str, str]], data: Path, tmp_path: Path

@@ -32,17 +32,25 @@ def logs(
     Example: ingot logs runs/mpt-30b --errors
     """
     from ingot.launch.logs import error_lines, log_files, new_lines
-    from ingot.launch.status import find_run
+    from ingot.launch.status import find_run, read_status
 
     folder = find_run(run)
     if errors:
         print("\n".join(error_lines(folder)))
         return
     places: dict[str, int] = {}
+    asked = 0.0
     while True:
+        over = False
+        if follow and time.monotonic() - asked > 5:  # asking a cluster more often would be a nuisance to it
+            status, asked = read_status(folder), time.monotonic()
+            over = status.over
         for line in new_lines(log_files(folder, rank), places):
             print(line, flush=True)
-        if not follow or (folder / "FINISHED").exists():
+        if not follow:
+            return
+        if over:
+            print(f"state: {status.state}")
             return
         time.sleep(0.5)
 

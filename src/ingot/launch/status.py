@@ -43,6 +43,11 @@ class Status:
     jobs: dict[str, str] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def over(self) -> bool:
+        """Nothing more will happen by itself."""
+        return self.state.partition(":")[0] in ("finished", "halted", "stopped by the file STOP", "not running")
+
     def lines(self) -> list[str]:
         """For people."""
         out = [f"state: {self.state}"]
