@@ -29,6 +29,11 @@ TINY = [
 ]  # fmt: skip
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The README's commands take minutes: first, so that they do not run on alone when all else is done."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared data set with train and val splits and its tokenizer (320 tokens)."""
