@@ -16,6 +16,7 @@ from ingot.launch.failure import Failure
 from ingot.train.heartbeat import Beat
 
 DUMP_SECONDS = 1.0  # for processes to write their stacks
+CLOCK = "ingot/parallel/clock.py"  # stands around every wait, and says nothing of it
 
 
 def explain_hang(
@@ -68,8 +69,9 @@ def _innermost(stack: str) -> str:
     """File, line and function where the main thread of a dump is: the last thread written."""
     main = stack[stack.rfind("Thread 0x") :] if "Thread 0x" in stack else stack
     main = stack[stack.rfind("Current thread") :] if "Current thread" in stack else main
-    match = re.search(r'File "([^"]+)", line (\d+) in (\S+)', main)
-    return f"{match[1]}:{match[2]} ({match[3]})" if match else "code without a Python stack"
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
+    frames = [frame for frame in frames if not frame[0].endswith(CLOCK)]
+    return "{}:{} ({})".format(*frames[0]) if frames else "code without a Python stack"
 
 
 def _state(pid: int) -> str:
