@@ -22,7 +22,7 @@ qkv is [B, T, G, P + 2, D], the output [B, T, H, D]. Scores are in units of log2
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
-from torch import Tensor
+from torch import Tensor, library
 
 LOG2E = 1.4426950408889634
 NEGLIGIBLE = 32.0  # bits under a row's largest weight; all keys beyond together are 256 times that at most
@@ -269,7 +269,7 @@ def _backward_q(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, span
     tl.store(at, d_q.to(d_qkv.dtype.element_ty), mask=(row < T)[:, None] & (column < D)[None, :])
 
 
-@torch.library.custom_op("ingot::alibi_attention", mutates_args=())
+@library.custom_op("ingot::alibi_attention", mutates_args=())
 def alibi_attention(
     qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,7 +298,7 @@ def _(qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None) -> 
     return qkv.new_empty(B, T, H, D), slopes.new_empty(B, H, T), slopes.new_empty(B, H, dtype=torch.int32)
 
 
-@torch.library.custom_op("ingot::alibi_attention_backward", mutates_args=())
+@library.custom_op("ingot::alibi_attention_backward", mutates_args=())
 def alibi_attention_backward(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float,
     span: Tensor | None,

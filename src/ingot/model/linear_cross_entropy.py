@@ -17,7 +17,7 @@ Shapes: N tokens, d width, V vocabulary, R rows of the weight (V and padding).
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
-from torch import Tensor
+from torch import Tensor, library
 
 CHUNK_BYTES = 2 << 30  # of logits at a time: few and large chunks keep the matrix products efficient
 BLOCK, WARPS = 4096, 4  # the fastest of nine on an H200
@@ -67,7 +67,7 @@ def _softmax(logits, labels, losses, scales, V, R, ignore, GRADIENT: tl.constexp
         tl.store(base + label, (tl.exp(own - level) - whole).to(logits.dtype.element_ty))
 
 
-@torch.library.custom_op("ingot::linear_cross_entropy", mutates_args=())
+@library.custom_op("ingot::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

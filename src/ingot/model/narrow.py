@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 
-@torch.library.custom_op("ingot::add_product", mutates_args=("total",))
+@library.custom_op("ingot::add_product", mutates_args=("total",))
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total [m, k] += a [n, m] transposed times b [n, k]."""
     if a.is_cuda and total.dtype != a.dtype:
