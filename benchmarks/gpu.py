@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
                 loss = step.run(batch)[0]
             loss = float(loss) if few else None  # type: ignore[arg-type]
             ready = time.perf_counter() - start
-            times = [timed(step, large[n % 2], device) for n in range(arguments.steps + 1)][1:]
+            times = step_times(step, large, arguments.steps, device)
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             tokens, seconds = large[0].tokens.size, statistics.median(times)
             peak = peak_flops(device, "bf16")[0]
@@ -212,7 +212,7 @@ def examine(arguments: argparse.Namespace, model: str, positions: str, device: t
         for _ in range(2):
             timed(step, batch, device)
         if arguments.budgets:
-            times = [timed(step, batch, device) for _ in range(arguments.steps)]
+            times = step_times(step, [batch], arguments.steps, device)
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             rate = round(batch.tokens.size / statistics.median(times))
             yield "budget", named | {"budget": budget, "tokens_per_second": rate, "memory_gib": round(memory, 1)}
@@ -295,6 +295,18 @@ def timed(step: TrainStep | PeerStep, batch: Batch, device: torch.device) -> flo
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def step_times(step: TrainStep | PeerStep, batches: list[Batch], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each step after the first, one upon the other without waiting for the device, as a trainer runs."""
+    if device.type == "cpu":
+        return [timed(step, batches[n % len(batches)], device) for n in range(steps + 1)][1:]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    for n, mark in enumerate(marks):
+        step.run(batches[n % len(batches)])
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
 
 
 def clean(device: torch.device) -> None:

@@ -16,6 +16,7 @@ import torch
 KINDS = {
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
     "attention": r"cudnn|flash|fmha|^_(forward|backward_kv|backward_q|delta|reach)$",
+    "norms, GELU, heads": r"^_(norm|gelu|join)\w*kernel$",
     "loss kernel": r"^_softmax$",
     "optimizer": r"multi_tensor_apply|adam|lpnorm",
     "element-wise": r"",

@@ -105,6 +105,73 @@ def test_linear_cross_entropy_equals_the_two_apart(
     assert float(alone) == pytest.approx(float(found.detach()), rel=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (1000, 3072), (333, 250), (4097, 1024)])
+def test_gelu_and_the_gradient_of_the_bias_before_it_equal_the_formula(rows: int, width: int) -> None:
+    from ingot.model.gelu_kernel import biased_gelu
+
+    x, slope = (torch.randn(rows, width, device="cuda").mul(3).bfloat16() for _ in range(2))
+    exact, fast = x.double().requires_grad_(), x.clone().requires_grad_()
+    bias = torch.zeros(width, device="cuda", requires_grad=True)
+    expected, found = F.gelu(exact), biased_gelu(fast, bias)
+    expected.backward(slope.double())
+    found.backward(slope)
+    assert exact.grad is not None and fast.grad is not None and bias.grad is not None
+    assert apart(found, expected) < 3e-3 and apart(fast.grad, exact.grad) < 3e-3
+    assert apart(bias.grad, exact.grad.sum(0)) < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (1000, 768), (333, 250), (300, 2048), (135, 4096), (50, 5000)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(
+    rows: int, width: int, biased: bool, adds: bool
+) -> None:
+    from ingot.model.norm_kernel import add_norm
+
+    norm = torch.nn.LayerNorm(width, bias=biased, device="cuda")
+    torch.nn.init.normal_(norm.weight)
+    x, y, past, slope = (torch.randn(1, rows, width, device="cuda").bfloat16() for _ in range(4))
+    fast_x, fast_y = x.clone().requires_grad_(), y.clone().requires_grad_()
+    y_bias = torch.zeros(width, device="cuda", requires_grad=True)
+    found = add_norm(norm, fast_x, *((fast_y, y_bias) if adds else ()))
+    torch.autograd.backward(found, (past, slope))
+    total = (x + y if adds else x).double().requires_grad_()
+    exact = torch.nn.LayerNorm(width, bias=biased, device="cuda").double()
+    exact.load_state_dict(norm.state_dict())
+    expected = exact(total)
+    torch.autograd.backward((total * 1, expected), (past.double(), slope.double()))
+    assert torch.equal(found[0].double(), total) and apart(found[1], expected) < 3e-3
+    assert fast_x.grad is not None and total.grad is not None
+    assert apart(fast_x.grad, total.grad) < 3e-3 and apart(norm.weight.grad, exact.weight.grad) < 1e-4
+    if biased:
+        assert apart(norm.bias.grad, exact.bias.grad) < 1e-4
+    if adds:
+        assert fast_y.grad is not None and torch.equal(fast_y.grad, fast_x.grad)
+        assert y_bias.grad is not None and apart(y_bias.grad, total.grad.sum((0, 1))) < 1e-4
+
+
+@pytest.mark.parametrize(("batch", "time", "groups", "per_group", "width"), [(2, 300, 3, 1, 64), (1, 77, 2, 4, 80)])
+def test_heads_come_apart_and_their_gradients_together(
+    batch: int, time: int, groups: int, per_group: int, width: int
+) -> None:
+    from ingot.model.heads_kernel import split_heads
+
+    size = groups * (per_group + 2) * width
+    qkv = torch.randn(batch, time, size, device="cuda").bfloat16()
+    plain, fast = qkv.clone().requires_grad_(), qkv.clone().requires_grad_()
+    bias = torch.zeros(size, device="cuda", requires_grad=True)
+    cut = plain.view(batch, time, groups, per_group + 2, width)
+    expected = cut[:, :, :, :per_group].flatten(2, 3), cut[:, :, :, per_group], cut[:, :, :, per_group + 1]
+    found = split_heads(fast, bias, groups, width)
+    slopes = [torch.randn_like(part) for part in found]
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b.transpose(1, 2))
+    torch.autograd.backward(found, slopes)
+    torch.autograd.backward(expected, [slope.transpose(1, 2) for slope in slopes])
+    assert plain.grad is not None and fast.grad is not None and torch.equal(fast.grad, plain.grad)
+    assert bias.grad is not None and apart(bias.grad, plain.grad.double().sum((0, 1))) < 1e-5
+
+
 def test_a_product_is_added_to_an_fp32_gradient_without_rounding() -> None:
     from ingot.model.narrow import add_product
 
@@ -129,7 +196,7 @@ def test_fp8_products_equal_those_of_the_quantised_values() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "positions", "more"),
-    [("bf16", "learned", {}), ("fp8", "learned", {}), ("bf16", "alibi", {}), ("fp8", "alibi", {}),
+    [("bf16", "learned", {}), ("bf16", "learned", {"no_bias": True, "n_kv_heads": 2}), ("fp8", "learned", {}), ("bf16", "alibi", {}), ("fp8", "alibi", {}),
      ("bf16", "alibi", {"sliding_window": 50, "document_mask": True, "eos_token_id": 7}),
      ("bf16", "rotary", {"document_mask": True, "eos_token_id": 7})],
 )  # fmt: skip

@@ -7,7 +7,6 @@ layout: it can be cut between heads for tensor parallelism, which [all Q | all K
 """
 
 import math
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -15,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.model.config import ModelConfig
-from ingot.model.narrow import autocast_dtype
+from ingot.model.narrow import TRITON, autocast_dtype, fuses, leave_bias
 from ingot.model.norm import make_norm
+
+if TRITON:
+    from ingot.model.heads_kernel import split_heads
 
 
 class KVCache:
@@ -49,7 +51,7 @@ def choose_kernel(config: ModelConfig, device: torch.device) -> tuple[str, str]:
         return "sdpa", f"{what} as an additive mask, since our kernel for it needs a GPU"
     if config.attn_pdrop > 0:
         return "sdpa", f"{what} as an additive mask, since our kernel for it has no dropout"
-    if find_spec("triton") is None:
+    if not TRITON:
         return "sdpa", f"{what} as an additive mask, since our kernel for it needs Triton, which is not installed"
     return "triton", f"our kernel for {what}, which skips what is not seen"
 
@@ -130,7 +132,18 @@ class Attention(nn.Module):
         attend: "Attend",
         cache: KVCache | None = None,
     ) -> Tensor:
+        return self.out(self.attended(x, rotary, attend, cache))
+
+    def attended(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: "Attend", cache: KVCache | None
+    ) -> Tensor:
+        """What the output projection gets, [B, T, H D]."""
         c = self.config
+        as_it_lies = not c.qk_ln and rotary is None and cache is None
+        dropout = c.attn_pdrop if self.training else 0.0
+        if as_it_lies and c.clip_qkv is None and not isinstance(attend, AlibiAttend) and fuses(self.qkv, x):
+            q, k, v = split_heads(*leave_bias(self.qkv, x), c.kv_heads, c.head_width)
+            return attend(q, k, v, dropout).transpose(1, 2).flatten(2)
         qkv = self.qkv(x)
         batch, time, _ = qkv.shape
         if c.clip_qkv is not None:
@@ -138,9 +151,8 @@ class Attention(nn.Module):
         per_group = c.n_heads // c.kv_heads
         qkv = qkv.view(batch, time, -1, per_group + 2, c.head_width)  # [B, T, G, queries + key + value, D]
         q, k, v = qkv[:, :, :, :per_group], qkv[:, :, :, per_group], qkv[:, :, :, per_group + 1]
-        as_it_lies = not c.qk_ln and rotary is None and cache is None
         if as_it_lies and isinstance(attend, AlibiAttend) and attend.takes(qkv):
-            return self.out(attend.fused(qkv).view(batch, time, -1))
+            return attend.fused(qkv).view(batch, time, -1)
         if c.qk_ln == "heads":
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         elif c.qk_ln:
@@ -153,8 +165,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y = attend(q, k, v, dropout=c.attn_pdrop if self.training else 0.0)  # [B, H, T, D]
-        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
+        return attend(q, k, v, dropout).transpose(1, 2).flatten(2)
 
 
 class Attend(Protocol):

@@ -13,14 +13,13 @@ from ingot.model.attention import AlibiAttend, Attend, Attention, KVCache, SdpaA
 from ingot.model.config import ModelConfig
 from ingot.model.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
-from ingot.model.narrow import autocast_dtype, narrow_weights, renew
-from ingot.model.norm import make_norm
+from ingot.model.narrow import TRITON, autocast_dtype, fuses, leave_bias, narrow_weights, renew
+from ingot.model.norm import LayerNorm, make_norm
 from ingot.model.recompute import recompute
 
-try:
+if TRITON:
     from ingot.model.linear_cross_entropy import linear_cross_entropy
-except ImportError:  # torch for CPUs comes without Triton
-    linear_cross_entropy = None  # type: ignore[assignment]
+    from ingot.model.norm_kernel import add_norm
 
 IGNORE = -100  # a label that takes no part in the loss
 DEEP = 16  # layers from which a model is compiled block by block
@@ -45,11 +44,22 @@ class Block(nn.Module):
         attend: Attend,
         cache: KVCache | None = None,
     ) -> Tensor:
+        if self.fused(x):
+            x, normed = add_norm(self.norm_1, x)
+            attended, bias = leave_bias(self.attn.out, self.attn.attended(normed, rotary, attend, cache))
+            x, normed = add_norm(self.norm_2, x, attended, bias)
+            return x + self.mlp(normed)
         attended = self.dropout(self.attn(self.norm_1(x), rotary, attend, cache))
         if self.parallel:
             return x + attended + self.dropout(self.mlp(self.norm_2(x)))
         x = x + attended
         return x + self.dropout(self.mlp(self.norm_2(x)))
+
+    def fused(self, x: Tensor) -> bool:
+        """Whether residual additions and norms are one kernel."""
+        dropped = self.training and self.dropout.p > 0
+        plain = type(self.norm_1) is LayerNorm and not self.parallel and not dropped
+        return plain and fuses(self.attn.out, x)
 
 
 class GPT(nn.Module):
@@ -164,7 +174,7 @@ class GPT(nn.Module):
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The summed cross-entropy, a scalar: the caller divides by the tokens of the whole global batch."""
         dtype = autocast_dtype(hidden.device) or hidden.dtype
-        if linear_cross_entropy is not None and hidden.is_cuda and dtype == torch.bfloat16:
+        if TRITON and hidden.is_cuda and dtype == torch.bfloat16:
             weight = self.wte.weight if self.config.tie_word_embeddings else self.head.weight
             return linear_cross_entropy(
                 hidden.flatten(0, 1).bfloat16(), weight, labels.flatten(), self.config.vocab_size, IGNORE

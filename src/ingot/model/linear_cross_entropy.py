@@ -115,8 +115,9 @@ def _save(ctx, inputs, output) -> None:
 
 def _scale(ctx, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight, scales = ctx.saved_tensors
-    d_hidden = (d_hidden.float() * (scales * slope)[:, None]).to(d_hidden.dtype)
-    return d_hidden, d_weight * slope, None, None, None, None
+    scaled = torch.empty_like(d_hidden)
+    torch.mul(d_hidden, (scales * slope)[:, None], out=scaled)  # in fp32, rounded once
+    return scaled, d_weight * slope, None, None, None, None
 
 
 _linear_cross_entropy.register_autograd(_scale, setup_context=_save)

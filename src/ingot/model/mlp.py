@@ -6,6 +6,10 @@ from torch import Tensor, nn
 
 from ingot.model.config import ModelConfig
 from ingot.model.gelu import Gelu
+from ingot.model.narrow import TRITON, fuses, leave_bias
+
+if TRITON:
+    from ingot.model.gelu_kernel import biased_gelu
 
 
 class MLP(nn.Module):
@@ -23,6 +27,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.activation == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.activation == "gelu" and fuses(self.up, x):
+            return self.down(biased_gelu(*leave_bias(self.up, x)))
         x = self.up(x)
         if self.activation == "gelu" and torch.compiler.is_compiling() and x.is_cuda and x.dtype == torch.bfloat16:
             return self.down(Gelu.apply(x))

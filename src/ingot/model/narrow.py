@@ -5,11 +5,14 @@ traffic per weight, a tenth of the step of a 7b model whose microbatch is small.
 gradient adds it to the fp32 gradient by itself: 8 bytes, while the tensor cores are busy, and no rounding to bf16.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
+
+TRITON = find_spec("triton") is not None  # torch for CPUs comes without
 
 
 @library.custom_op("ingot::add_product", mutates_args=("total",))
@@ -32,7 +35,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, narrow: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
         ctx.save_for_backward(x, narrow, total)
-        ctx.bias_dtype = bias.dtype if bias is not None else None
         return F.linear(x, narrow, bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
@@ -40,7 +42,7 @@ class _Linear(torch.autograd.Function):
         x, narrow, total = ctx.saved_tensors
         rows = d_y.reshape(-1, d_y.shape[-1])  # [n, m]
         add_product(total, rows, x.reshape(-1, x.shape[-1]))
-        d_bias = rows.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
+        d_bias = rows.sum(0).to(total.dtype) if ctx.needs_input_grad[2] else None
         return (rows @ narrow).view(x.shape), None, d_bias, None
 
 
@@ -57,12 +59,16 @@ class NarrowLinear(nn.Linear):
             self.weight.grad = self.total.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with another bias, such as one without a gradient."""
         if autocast_dtype(x.device) != self.narrow.dtype:
-            return super().forward(x)
+            return F.linear(x, self.weight, bias)
         if not torch.is_grad_enabled():
-            return F.linear(x, self.narrow, self.bias)
+            return F.linear(x, self.narrow, bias)
         with torch.autocast(x.device.type, enabled=False):
-            return _Linear.apply(x.to(self.narrow.dtype), self.narrow, self.bias, self.total)
+            return _Linear.apply(x.to(self.narrow.dtype), self.narrow, bias, self.total)
 
 
 def narrow_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -82,6 +88,20 @@ def renew(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, NarrowLinear):
             layer.renew()
+
+
+def fuses(layer: nn.Module, x: Tensor) -> bool:
+    """Whether kernels of ours may stand around a layer that trains on x: they are for the narrow type on a GPU, and 8
+    bits have the compiler's, which quantise on the way."""
+    if not TRITON or not x.is_cuda or not torch.is_grad_enabled() or type(layer) is not NarrowLinear:
+        return False
+    return x.dtype == autocast_dtype(x.device) == layer.narrow.dtype
+
+
+def leave_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a layer that `fuses` makes of x, and its bias, whose gradient is left to whoever takes both."""
+    assert isinstance(layer, NarrowLinear)
+    return layer.multiply(x, layer.bias.detach() if layer.bias is not None else None), layer.bias
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

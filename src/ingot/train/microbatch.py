@@ -77,14 +77,21 @@ def _too_much(folder: Path, layout: Layout, spread: "Spread | None") -> int | No
 def _largest_by_measure(
     config: RunConfig, spread: "Spread", device: torch.device, sizes: list[int], folder: Path
 ) -> tuple[int, str]:
-    """What fits on the tightest process, from the peaks of real passes with one and with two sequences.
+    """What fits on the tightest process, from the peaks of real passes of 1, 2, 4, ... sequences.
 
-    Larger sizes are not tried but computed: memory grows in proportion, and a try that fails on one process would
-    leave the others waiting inside a collective for ever.
+    A pass is made only if it must fit on every process: one that fails on a single process would leave the others
+    waiting inside a collective for ever. The size that is left in doubt is computed from the last two.
     """
     reserve = [torch.empty_like(local(p)) for p in spread.names for _ in range(2)]  # the optimizer's two moments
-    peaks = {}
-    for size in sizes[:2]:
+    free, total = torch.cuda.mem_get_info(device)
+    room = USABLE * (free + torch.cuda.memory_reserved(device))
+    peaks: dict[int, int] = {}
+    kept = 0  # weights, gradients and moments, whatever the size
+    for size in sizes:
+        if peaks and size < 2 * max(peaks):
+            continue
+        if peaks and not spread.lowest(must_fit(peaks, kept, room, size)):
+            break
         torch.cuda.reset_peak_memory_stats(device)
         try:
             for _ in range(2):  # the second time with gradients in place
@@ -94,47 +101,57 @@ def _largest_by_measure(
                 remember_too_much(folder, size, spread.mesh.layout)
             raise OutOfMemory("before the first step", size, str(error).partition("\n")[0]) from None
         torch.cuda.synchronize(device)
-        peaks[size] = torch.cuda.max_memory_allocated(device)
+        peaks[size], kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         for parameter in spread.names:
             parameter.grad = None
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    room = USABLE * (free + torch.cuda.memory_reserved(device))
     del reserve
     if spread.pipeline is not None:
         spread.pipeline.forget_shapes()
     size = int(spread.lowest(largest_within(peaks, room, sizes)))
-    expected = _line(peaks)(size) / 2**30
-    return size, (
-        f"the largest that fits, computed from passes of {' and '.join(map(str, peaks))} tried before the first step "
-        f"(about {expected:.1f} of {total / 2**30:.0f} GiB with optimizer state)"
-    )
+    if size in peaks:
+        how = f"tried before the first step ({peaks[size] / 2**30:.1f} of {total / 2**30:.0f} GiB with optimizer state)"
+    else:
+        how = (
+            f"computed from passes of up to {max(peaks)} tried before the first step (about "
+            f"{_line(peaks)(size) / 2**30:.1f} of {total / 2**30:.0f} GiB with optimizer state)"
+        )
+    return size, f"the largest that fits, {how}"
+
+
+def must_fit(peaks: dict[int, int], kept: int, room: float, size: int) -> bool:
+    """Whether a size cannot exceed the room: what comes beside the kept memory grows at most in proportion."""
+    last = max(peaks)
+    return kept + (peaks[last] - kept) * size / last <= room
 
 
 def largest_within(peaks: dict[int, int], room: float, sizes: list[int]) -> int:
-    """The largest size whose memory, on the line through two measured ones, is within the room; at least the first."""
+    """The largest size within the room: of those up to the next doubling, by the line through the last two that were
+    tried; at least the first."""
     line = _line(peaks)
-    return max([n for n in sizes if line(n) <= room], default=sizes[0])
+    return max([n for n in sizes if n <= 2 * max(peaks) and line(n) <= room], default=sizes[0])
 
 
 def _line(peaks: dict[int, int]) -> Callable[[int], float]:
-    (low, base), (high, top) = min(peaks.items()), max(peaks.items())
-    slope = (top - base) / (high - low) if high > low else 0.0
-    return lambda size: base + slope * (size - low)
+    (low, base), (high, top) = sorted(peaks.items())[-2:] if len(peaks) > 1 else 2 * list(peaks.items())
+    slope = max(0.0, (top - base) / (high - low)) if high > low else 0.0
+    return lambda size: top + slope * (size - high)
 
 
 def _pass(config: RunConfig, spread: "Spread", device: torch.device, size: int) -> None:
-    """Forward and backward on sequences of zeros, as many as are in flight at a time."""
+    """Forward and backward on sequences of zeros, as many as are in flight at a time. Not compiled, which would take
+    longer than the passes; compiled ones need less memory."""
     spread.train()
     count = spread.pipeline.microbatches(1) if spread.pipeline is not None else 1
     tokens = torch.zeros(count * size, config.max_seq_len, dtype=torch.long, device=device)
-    if spread.pipeline is not None:
-        spread.pipeline.accumulate(tokens, tokens, count, torch.ones((), device=device))
-        return
-    spread.before_backward(last=True)
-    with autocast(config.precision, device):
-        loss = spread.roots[0](tokens, tokens)
-    loss.backward()
+    with torch.compiler.set_stance("force_eager"):
+        if spread.pipeline is not None:
+            spread.pipeline.accumulate(tokens, tokens, count, torch.ones((), device=device))
+            return
+        spread.before_backward(last=True)
+        with autocast(config.precision, device):
+            loss = spread.roots[0](tokens, tokens)
+        loss.backward()
 
 
 def _largest_that_fits(config: RunConfig, model: nn.Module, device: torch.device, sizes: list[int]) -> tuple[int, str]:

@@ -1,0 +1,108 @@
+# mypy: disallow-untyped-defs=False
+"""The exact GELU on a GPU, in Triton: at the speed of memory, with the gradient of the bias before it.
+
+The compiler makes two kernels of the backward pass, one for the gradient of the GELU and one that reads that gradient
+again to add it up for the bias. Here one kernel does both: a program goes down some rows of some columns, and its sums
+stay in registers. Phi(x) is Abramowitz and Stegun's formula 7.1.26, off by at most 7.5e-8, which bf16 cannot see; it
+needs one exponential and one reciprocal (here of a square root: one instruction, where a division is eight).
+"""
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor, library
+
+# measured on an H200
+BLOCK, WARPS = 1024, 4  # of the forward pass
+ROWS, COLUMNS, TALL, BACKWARD_WARPS = 8, 256, 128, 4  # a tile, the rows of a program, warps
+
+
+@triton.jit
+def _tail(x):
+    """Phi(-|x|), and exp(-x^2 / 2)."""
+    bell = tl.exp2(x * x * -0.7213475204444817)
+    t = 1.0 + 0.23164188826636044 * tl.abs(x)
+    t = tl.rsqrt(t * t)
+    tail = 0.5307027145 * t - 0.7265760135
+    tail = tail * t + 0.7107068705
+    tail = tail * t - 0.142248368
+    tail = tail * t + 0.127414796
+    return tail * t * bell, bell
+
+
+@triton.jit
+def _gelu_kernel(x_in, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_in + at, mask=at < count, other=0.0).to(tl.float32)
+    y = tl.maximum(x, 0.0) - tl.abs(x) * _tail(x)[0]
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def _gelu_backward_kernel(
+    slope, x_in, out, sums, rows, width, TALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Gradients of TALL rows of some columns, and their sum down the rows."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * TALL
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, TALL, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        there = (row < rows)[:, None] & (column < width)[None, :]
+        x = tl.load(x_in + at, mask=there, other=0.0).to(tl.float32)
+        d = tl.load(slope + at, mask=there, other=0.0).to(tl.float32)
+        tail, bell = _tail(x)
+        d *= tl.where(x > 0, 1.0 - tail, tail) + x * bell * 0.3989422804014327
+        total += d
+        tl.store(out + at, d.to(out.dtype.element_ty), mask=there)
+    tl.store(sums + tl.program_id(1) * width + column, tl.sum(total, 0), mask=column < width)
+
+
+@library.custom_op("ingot::gelu", mutates_args=())
+def _gelu(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _gelu_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK, num_warps=WARPS)
+    return out
+
+
+@_gelu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@library.custom_op("ingot::gelu_backward", mutates_args=())
+def _gelu_backward(slope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x [n, m], and parts of its sum over n."""
+    rows, width = x.shape
+    out, parts = torch.empty_like(x), triton.cdiv(rows, TALL)
+    sums = torch.empty(parts, width, device=x.device)
+    _gelu_backward_kernel[(triton.cdiv(width, COLUMNS), parts)](
+        slope, x, out, sums, rows, width, TALL, ROWS, COLUMNS, num_warps=BACKWARD_WARPS
+    )
+    return out, sums
+
+
+@_gelu_backward.register_fake
+def _(slope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(-(-x.shape[0] // TALL), x.shape[1], dtype=torch.float32)
+
+
+class _BiasedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        d_x, sums = _gelu_backward(slope.flatten(0, -2).contiguous(), x.flatten(0, -2))
+        return d_x.view(x.shape), sums.sum(0) if ctx.needs_input_grad[1] else None
+
+
+def biased_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """The GELU of x [..., m], which has had `bias` added by a layer that leaves the bias's gradient to us."""
+    return _BiasedGelu.apply(x.contiguous(), bias)
