@@ -1,7 +1,7 @@
 """Training speed on one GPU: ingot and its peers, one after the other in one process.
 
     python benchmarks/gpu.py DATA --models 125m 1b --out benchmarks/results/gpu.json
-    python benchmarks/gpu.py DATA --models 125m 1b --profile --out ...       where the time of a step goes
+    python benchmarks/gpu.py DATA --models 125m 1b --profile --out ...       and where the time of a step goes
     python benchmarks/gpu.py DATA --models 1b --budgets 1 0.5 0 --out ...    memory against speed
     python benchmarks/gpu.py benchmarks/results/gpu.json                     the table of the README
     python benchmarks/gpu.py benchmarks/results/gpu.json --docs docs/performance.md      and those of that page
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     parser.add_argument("--optimizers", nargs="+", choices=["adamw", "muon"], help="ingot's, in place of the recipe's")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
-    parser.add_argument("--profile", action="store_true", help="no rows, but the time of a step by kind of kernel")
+    parser.add_argument("--profile", action="store_true", help="also ingot's time of a step by kind of kernel")
     parser.add_argument("--budgets", nargs="+", type=float, help="no rows, but memory and speed of activation budgets")
     parser.add_argument("--docs", type=Path, help="with results of before: write their tables into this page")
     parser.add_argument("--curve", type=int, default=0, help="train 125m in bf16 and fp8 for so many steps and compare")
@@ -106,21 +106,15 @@ def main() -> None:
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:
-            if arguments.profile or arguments.budgets:
-                for section, row in examine(arguments, model, positions, device):
-                    print(section, json.dumps(row), flush=True)
-                    rows = [other for other in found.get(section, []) if key(other) != key(row)]
-                    found[section] = sorted([*rows, row], key=key)
-                    write(found, arguments.out)
-                continue
-            for row in measure(arguments, model, positions, device):
-                print(json.dumps(row), flush=True)
-                if row["loss"] is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
+            examine = measure_budgets if arguments.budgets else measure
+            for section, row in examine(arguments, model, positions, device):
+                print(section, json.dumps(row), flush=True)
+                if row.get("loss") is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
                     print(f"the loss of {row['system']} is wrong, so it has no figure", file=sys.stderr)
                     wrong += 1
                     continue
-                rows = [other for other in found.get("rows", []) if key(other) != key(row)]
-                found["rows"] = sorted([*rows, row], key=key)
+                rows = [other for other in found.get(section, []) if key(other) != key(row)]
+                found[section] = sorted([*rows, row], key=key)
                 write(found, arguments.out)
     if arguments.curve:
         found["fp8_curve"] = fp8_curve(arguments, device)
@@ -156,8 +150,8 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return *named, row.get("optimizer", ""), row.get("budget", 1.0)
 
 
-def measure(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[dict]:
-    """A row for each system that has this variant."""
+def measure(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+    """A row for each system that has this variant, and the profile of ours."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
     batches = read_batches(config, size.checked * size.micro + size.micro * size.microbatches * 2)
@@ -186,38 +180,37 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
             tokens, seconds = large[0].tokens.size, statistics.median(times)
             peak = peak_flops(device, "bf16")[0]
             rate = tokens / seconds
-            yield {
-                "system": system, "model": model, "positions": positions, "precision": precision, **named,
-                "tokens_per_second": round(rate),
+            who = {"system": system, "model": model, "positions": positions, "precision": precision, **named,
+                   "microbatch": size.micro, "sequences_per_step": len(large[0].tokens)}  # fmt: skip
+            yield "rows", {
+                **who, "tokens_per_second": round(rate),
                 "mfu_full": round(rate * flops_per_token(config.model, config.max_seq_len) / peak, 4),
                 "mfu_causal": round(rate * flops_per_token(config.model, config.max_seq_len, causal=True) / peak, 4),
                 "memory_gib": round(memory, 1), "spread": round((max(times) - min(times)) / seconds, 4),
-                "microbatch": size.micro, "sequences_per_step": len(large[0].tokens), "loss": loss,
-                "reference_loss": reference, "seconds_to_ready": round(ready, 1),
+                "loss": loss, "reference_loss": reference, "seconds_to_ready": round(ready, 1),
             }  # fmt: skip
+            if arguments.profile and system == "ingot":
+                yield "profile", who | profile_step(partial(timed, step, large[0], device))
             del step
             clean(device)
 
 
-def examine(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
-    """Sections of the results that are not rows: the profile of a step, the memory and speed of budgets."""
+def measure_budgets(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+    """The memory and speed of budgets for activations."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
-    batch = read_batches(config, size.micro * min(2 if arguments.budgets else 4, size.microbatches))
-    for precision, budget in product(arguments.precisions, arguments.budgets or [1.0]):
-        named = {"system": "ingot", "model": model, "positions": positions, "precision": precision,
-                 "microbatch": size.micro, "sequences_per_step": len(batch.tokens)}  # fmt: skip
+    batch = read_batches(config, size.micro * min(2, size.microbatches))
+    for precision, budget in product(arguments.precisions, arguments.budgets):
         functorch.activation_memory_budget = budget
         step = build("ingot", config.model_copy(update={"precision": precision}), size, device)
-        for _ in range(2):
-            timed(step, batch, device)
-        if arguments.budgets:
-            times = step_times(step, [batch], arguments.steps, device)
-            memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-            rate = round(batch.tokens.size / statistics.median(times))
-            yield "budget", named | {"budget": budget, "tokens_per_second": rate, "memory_gib": round(memory, 1)}
-        else:
-            yield "profile", named | profile_step(partial(timed, step, batch, device))
+        timed(step, batch, device)
+        times = step_times(step, [batch], arguments.steps, device)
+        memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+        yield "budget", {
+            "system": "ingot", "model": model, "positions": positions, "precision": precision, "budget": budget,
+            "microbatch": size.micro, "sequences_per_step": len(batch.tokens),
+            "tokens_per_second": round(batch.tokens.size / statistics.median(times)), "memory_gib": round(memory, 1),
+        }  # fmt: skip
         del step
         clean(device)
     functorch.activation_memory_budget = 1.0

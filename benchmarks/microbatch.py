@@ -2,10 +2,10 @@
 
     python benchmarks/microbatch.py mpt-125m mpt-1b mpt-7b > benchmarks/results/microbatch.txt
 
-Each size by hand, from half of the chosen one on, is a whole step: forward, backward, clipping and optimizer, twice,
-until one does not fit. `fsdp` is the same model wrapped by
-FSDP2 on one process (parallel.shard=1), where the choice is computed from two measured passes. The global batch is 512,
-so that any power of two may be chosen; not compiled.
+Each size by hand, from half of the chosen one on, is a whole step: two microbatches, whose gradients add up, clipping
+and optimizer, twice, until one does not fit. `fsdp` is the same model wrapped by FSDP2 on one process
+(parallel.shard=1), where only sizes that must fit are tried. The global batch is 512, so that any power of two may be
+chosen; not compiled.
 """
 
 import sys
@@ -57,16 +57,16 @@ def measure(recipe: str, wrapped: bool) -> str:
     seconds = time.perf_counter() - start
     largest, peak, loss = 0, 0.0, 0.0
     size = max(1, chosen // 2)
-    while size <= 512:
+    while size <= 256:
         torch.cuda.reset_peak_memory_stats(DEVICE)
         step = TrainStep(
-            config.model_copy(update={"global_train_batch_size": size}), model, optimizer, DEVICE, size, spread
+            config.model_copy(update={"global_train_batch_size": 2 * size}), model, optimizer, DEVICE, size, spread
         )
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (size, config.max_seq_len))
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (2 * size, config.max_seq_len))
         optimizer.set_lr(0.0)
         try:
             for _ in range(2):
-                value, _ = step.run(Batch(tokens, tokens, np.arange(size)))
+                value, _ = step.run(Batch(tokens, tokens, np.arange(2 * size)))
             torch.cuda.synchronize(DEVICE)
             largest, peak, loss = size, torch.cuda.max_memory_allocated(DEVICE) / 2**30, float(value)
         except RuntimeError as error:

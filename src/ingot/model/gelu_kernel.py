@@ -16,7 +16,7 @@ from torch import Tensor, library
 
 # measured on an H200
 BLOCK, WARPS = 1024, 4  # of the forward pass
-ROWS, COLUMNS, TALL, BACKWARD_WARPS = 8, 256, 128, 4  # a tile, the rows of a program, warps
+ROWS, COLUMNS, TALL, BACKWARD_WARPS = 2, 512, 64, 4  # a tile, the rows of a program, warps
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library, nn
 
 # by padded width, measured on an H200: rows of a tile, warps; and of the backward pass programs per multiprocessor
-FORWARD = {1024: (4, 8), 2048: (2, 4), 4096: (2, 8)}
+FORWARD = {1024: (4, 4), 2048: (2, 4), 4096: (2, 8)}
 BACKWARD = {1024: (2, 4, 4), 2048: (2, 8, 2), 4096: (2, 16, 1)}
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from ingot.checkpoint.manifest import write_atomically
 from ingot.errors import ConfigError
 from ingot.parallel.config import Layout
-from ingot.parallel.fit import USABLE
 from ingot.parallel.weights import local
 from ingot.train.config import RunConfig
 from ingot.train.device import autocast
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 CPU_TOKENS = 4096  # beyond this a CPU gains nothing and its caches lose
 NEVER = 1 << 62
+USABLE = 0.94  # of a device's memory, by measured peaks: the rest is for communication and fragments
 
 
 def choose_microbatch(
