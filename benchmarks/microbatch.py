@@ -2,10 +2,10 @@
 
     python benchmarks/microbatch.py mpt-125m mpt-1b mpt-7b > benchmarks/results/microbatch.txt
 
-Each size by hand, from half of the chosen one on, is a whole step: two microbatches, whose gradients add up, clipping
-and optimizer, twice, until one does not fit. `fsdp` is the same model wrapped by FSDP2 on one process
-(parallel.shard=1), where only sizes that must fit are tried. The global batch is 512, so that any power of two may be
-chosen; not compiled.
+Each size by hand, from the chosen one on, is a whole step: two microbatches, whose gradients add up, clipping and
+optimizer, until one does not fit (if the chosen one does not, the largest is 0). `fsdp` is the same model wrapped by
+FSDP2 on one process (parallel.shard=1), where only sizes that must fit are tried. The global batch is 512, so that any
+power of two may be chosen; not compiled.
 """
 
 import sys
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from ingot.config.load import load_config
 from ingot.data.loader import Batch
 from ingot.model.attention import choose_kernel
 from ingot.model.init import build_model
-from ingot.parallel.apply import spread_model
+from ingot.parallel.apply import Spread, spread_model
 from ingot.parallel.config import Layout
 from ingot.parallel.place import Place
 from ingot.parallel.world import join_world
@@ -56,30 +57,34 @@ def measure(recipe: str, wrapped: bool) -> str:
         chosen, why = choose_microbatch(config, model, DEVICE, spread, Path(folder))
     seconds = time.perf_counter() - start
     largest, peak, loss = 0, 0.0, 0.0
-    size = max(1, chosen // 2)
+    optimizer.set_lr(0.0)
+    run_step(config, model, optimizer, spread, 1)  # from here on there are moments
+    size = chosen
     while size <= 256:
         torch.cuda.reset_peak_memory_stats(DEVICE)
-        step = TrainStep(
-            config.model_copy(update={"global_train_batch_size": 2 * size}), model, optimizer, DEVICE, size, spread
-        )
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (2 * size, config.max_seq_len))
-        optimizer.set_lr(0.0)
         try:
-            for _ in range(2):
-                value, _ = step.run(Batch(tokens, tokens, np.arange(2 * size)))
-            torch.cuda.synchronize(DEVICE)
-            largest, peak, loss = size, torch.cuda.max_memory_allocated(DEVICE) / 2**30, float(value)
+            loss = run_step(config, model, optimizer, spread, size)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            step.retry_with(1)
             break
+        largest, peak = size, torch.cuda.max_memory_allocated(DEVICE) / 2**30
         size *= 2
     kind = "fsdp" if wrapped else "plain"
     return (
         f"{recipe:10s} {kind:6s} chosen {chosen:4d} ({seconds:.1f} s)  largest by hand {largest:4d}  "
         f"peak {peak:6.1f} GiB  loss {loss:.5f}  | {why}"
     )
+
+
+def run_step(config: RunConfig, model: nn.Module, optimizer: Optimizer, spread: Spread | None, size: int) -> float:
+    """One step of two microbatches; gives its loss."""
+    config = config.model_copy(update={"global_train_batch_size": 2 * size})
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (2 * size, config.max_seq_len))
+    step = TrainStep(config, model, optimizer, DEVICE, size, spread)
+    loss = step.run(Batch(tokens, tokens, np.arange(2 * size)))[0]
+    torch.cuda.synchronize(DEVICE)
+    return float(loss)
 
 
 def main() -> None:

@@ -164,9 +164,10 @@ def _largest_that_fits(config: RunConfig, model: nn.Module, device: torch.device
         loss = None
         try:
             tokens = torch.zeros(size, config.max_seq_len, dtype=torch.long, device=device)
-            with autocast(config.precision, device):
-                loss = model(tokens, tokens)
-            loss.backward()
+            for _ in range(2):  # the second time with gradients in place
+                with autocast(config.precision, device):
+                    loss = model(tokens, tokens)
+                loss.backward()
             torch.cuda.synchronize(device)
             best, peak = size, torch.cuda.max_memory_allocated(device)
             break
