@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py DATA --models 125m 1b --out benchmarks/results/gpu.json
     python benchmarks/gpu.py DATA --models 125m 1b --profile --out ...       and where the time of a step goes
+    python benchmarks/gpu.py DATA --models 125m 1b --train --out ...         the same through `ingot train`
     python benchmarks/gpu.py DATA --models 1b --budgets 1 0.5 0 --out ...    memory against speed
     python benchmarks/gpu.py benchmarks/results/gpu.json                     the table of the README
     python benchmarks/gpu.py benchmarks/results/gpu.json --docs docs/performance.md      and those of that page
@@ -37,6 +38,7 @@ import torch
 import torch._functorch.config as functorch
 from gpu_peers import PEERS, PeerStep, build_peer
 from gpu_profile import profile_step, write_docs
+from gpu_train import run_train
 
 from ingot.config.load import load_config
 from ingot.data.dataset import open_dataset
@@ -82,6 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
     parser.add_argument("--profile", action="store_true", help="also ingot's time of a step by kind of kernel")
     parser.add_argument("--budgets", nargs="+", type=float, help="no rows, but memory and speed of activation budgets")
+    parser.add_argument("--train", action="store_true", help="no rows, but the speed and start of `ingot train`")
     parser.add_argument("--docs", type=Path, help="with results of before: write their tables into this page")
     parser.add_argument("--curve", type=int, default=0, help="train 125m in bf16 and fp8 for so many steps and compare")
     parser.add_argument("--out", type=Path, help="a JSON file; rows that it has of other variants are kept")
@@ -106,7 +109,7 @@ def main() -> None:
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:
-            examine = measure_budgets if arguments.budgets else measure
+            examine = measure_train if arguments.train else measure_budgets if arguments.budgets else measure
             for section, row in examine(arguments, model, positions, device):
                 print(section, json.dumps(row), flush=True)
                 if row.get("loss") is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
@@ -216,10 +219,25 @@ def measure_budgets(arguments: argparse.Namespace, model: str, positions: str, d
     functorch.activation_memory_budget = 1.0
 
 
-def run_config(data: Path, model: str, positions: str, *more: str) -> RunConfig:
+def measure_train(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+    """The speed of `ingot train` with the same batches, and the time until its first step."""
+    size = SIZES[model]
+    for precision in arguments.precisions:
+        batch = [f"global_train_batch_size={size.micro * size.microbatches}"]
+        micro = [f"device_train_microbatch_size={size.micro}", f"precision={precision}"]
+        found = run_train([*run_arguments(arguments.data, model, positions), *batch, *micro], 2 * arguments.steps)
+        named = {"system": "ingot", "model": model, "positions": positions, "precision": precision}
+        yield "train", named | found
+
+
+def run_arguments(data: Path, model: str, positions: str) -> list[str]:
+    """What `ingot train` would be given."""
     recipe = "mpt-125m" if model == "tiny" else f"mpt-{model}"
-    overrides = [*SIZES[model].overrides, f"model.positions={positions}", f"data={data}", "precision=bf16", *more]
-    return load_config(RunConfig, [recipe, *overrides])
+    return [recipe, *SIZES[model].overrides, f"model.positions={positions}", f"data={data}", "precision=bf16"]
+
+
+def run_config(data: Path, model: str, positions: str, *more: str) -> RunConfig:
+    return load_config(RunConfig, [*run_arguments(data, model, positions), *more])
 
 
 def read_batches(config: RunConfig, rows: int) -> Batch:

@@ -36,10 +36,11 @@ def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the
     page.write_text("# A\n<!-- profile -->\nold\n<!-- /profile -->\nB\n<!-- budget -->\n<!-- /budget -->\nC\n")
     script, tiny = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")], ["--models", "tiny", "--out", str(out)]
     learned = ["--positions", "learned", "--systems", "ingot", "--steps", "1"]
-    for more in (["--profile"], ["--budgets", "1", "0.5"], ["--optimizers", "muon"]):
+    for more in (["--profile"], ["--budgets", "1", "0.5"], ["--optimizers", "muon"], ["--train"]):
         subprocess.run([*script, str(data), *tiny, *learned, *more], check=True, timeout=120, capture_output=True)
     found = json.loads(out.read_text())
-    assert [row.get("optimizer") for row in found["rows"]] == [None, "muon"] and found["command"].count("gpu.py") == 3
+    assert [row.get("optimizer") for row in found["rows"]] == [None, "muon"] and found["command"].count("gpu.py") == 4
+    assert found["train"][0]["tokens_per_second"] > 0 and found["train"][0]["seconds_to_first_step"] > 0
     assert [row["budget"] for row in found["budget"]] == [0.5, 1.0] and "idle" in found["profile"][0]["milliseconds"]
     subprocess.run([*script, str(out), "--docs", str(page)], check=True, timeout=120)
     text = page.read_text()
