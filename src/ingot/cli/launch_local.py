@@ -58,8 +58,6 @@ def local(
 
 def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
     """Run a spec on this machine; ends the command."""
-    from ingot.cli.train import fitting_microbatch
-    from ingot.launch.examine import config_of
     from ingot.launch.jobs import add_job
     from ingot.launch.local import run_processes
     from ingot.launch.node import Node
@@ -73,7 +71,5 @@ def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
     add_job(run, "local", str(os.getpid()))
     os.environ.update(Worker(spec, os.environ).variables())
     os.chdir(spec.workdir)  # of the command that was first given
-    batch = config_of(spec).global_train_batch_size
     node = Node(spec.processes, spec.processes)
-    command = [spec.verb, *spec.arguments]
-    raise typer.Exit(run_processes(command, node, run, lambda size: fitting_microbatch(size, batch)))
+    raise typer.Exit(run_processes([spec.verb, *spec.arguments], node, run))

@@ -56,9 +56,7 @@ def train(
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]
-            sys.exit(
-                run_processes(command, node, Path(config.run_folder), lambda size: fitting_microbatch(size, batch))
-            )
+            sys.exit(run_processes(command, node, Path(config.run_folder)))
     from ingot.report.run import train as run
 
     dump_stacks_on_request()
@@ -78,8 +76,3 @@ def _devices(config: "RunConfig") -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def fitting_microbatch(size: int, batch: int) -> int:
-    """The largest microbatch up to a size that divides the global batch."""
-    return next(n for n in range(min(size, batch), 0, -1) if batch % n == 0)

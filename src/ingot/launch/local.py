@@ -7,7 +7,7 @@ not work in torch 2.13 without switching off its store.) What torchrun, srun or 
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, disk_error
@@ -17,11 +17,8 @@ from ingot.launch.node import Node
 from ingot.train.run_files import LOGS, STOP
 
 
-def run_processes(arguments: Sequence[str], node: Node, run: Path, shrink: Callable[[int], int]) -> int:
-    """Run `ingot ARGUMENTS` in every process of this machine, to the end of the run; gives the exit code.
-
-    After an out-of-memory error the microbatch size becomes what `shrink` makes of the one to try next.
-    """
+def run_processes(arguments: Sequence[str], node: Node, run: Path) -> int:
+    """Run `ingot ARGUMENTS` in every process of this machine, to the end of the run; gives the exit code."""
     arguments = list(arguments)
     try:
         mark_start(run)
@@ -47,9 +44,8 @@ def run_processes(arguments: Sequence[str], node: Node, run: Path, shrink: Calla
         if outcome.asked or not node.is_alone:
             code, reason = failure.exit_code or EXIT_FAULT, ""
         elif failure.kind == "memory" and failure.fits is not None:
-            size = shrink(failure.fits)
-            print(f"{failure.message}; {where}; starting again with microbatches of {size}", file=sys.stderr)
-            arguments.append(f"device_train_microbatch_size={size}")
+            # the run folder holds the size that was too much, and the processes choose a smaller one
+            print(f"{failure.message}; {where}; starting again with smaller microbatches", file=sys.stderr)
             continue
         elif verdict.again and (run / STOP).exists():
             code, reason = EXIT_CONTINUE, f"{run / STOP} asks for no new attempt"
