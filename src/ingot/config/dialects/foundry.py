@@ -15,29 +15,27 @@ def _in(sections: str, keys: str) -> str:
     return " ".join(f"{section}.{key}" for section in sections.split() for key in keys.split())
 
 
-LOADERS, DATASETS = "train_loader eval_loader", "train_loader.dataset eval_loader.dataset"
-READING = (
-    "download_retry download_timeout validate_hash keep_zip predownload partition_algo num_canonical_nodes "
-    "shuffle_algo shuffle_block_size sampling_granularity allow_unsafe_types prefetch tokenizer_name eos_token_id "
-    "bos_token_id override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error stream_name stream_config "
-    "group_method"
-)
+DATASETS = "train_loader.dataset eval_loader.dataset"
+READING = """
+    download_retry download_timeout validate_hash keep_zip predownload partition_algo num_canonical_nodes
+    shuffle_algo shuffle_block_size sampling_granularity allow_unsafe_types prefetch tokenizer_name eos_token_id
+    bos_token_id override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error stream_name stream_config
+    group_method"""
 KV = "model.attn_config.kv_n_heads"
 OWN_READER = "tokens are prepared before training; reading ahead, retries and order are the loader's own"
 
-SAME = (
-    "model.d_model model.n_heads model.n_layers model.vocab_size model.max_seq_len model.no_bias model.resid_pdrop "
-    "model.emb_pdrop model.tie_word_embeddings model.norm_eps model.expansion_ratio model.attn_pdrop "
-    "model.softmax_scale model.alibi_bias_max model.mlp_ratio=model.expansion_ratio model.attn_qk_ln=model.qk_ln "
-    "model.attn_clip_qkv=model.clip_qkv model.attn_config.attn_pdrop=model.attn_pdrop "
-    "model.attn_config.qk_ln=model.qk_ln model.attn_config.clip_qkv=model.clip_qkv "
-    "model.attn_config.softmax_scale=model.softmax_scale model.attn_config.alibi_bias_max=model.alibi_bias_max "
-    "model.attn_config.rope_theta=model.rotary_base model.ffn_config.ffn_hidden_size=model.ffn_hidden_size max_seq_len "
-    "seed eval_subset_num_batches device_eval_batch_size save_num_checkpoints_to_keep save_weights_only "
-    "optimizer.lr optimizer.betas "
-    "optimizer.eps scheduler.t_warmup fsdp_config.activation_checkpointing=activation_checkpointing "
-    "loggers.tensorboard loggers.tensorboard.log_dir run_name=name"
-)
+SAME = """
+    model.d_model model.n_heads model.n_layers model.vocab_size model.max_seq_len model.no_bias model.resid_pdrop
+    model.emb_pdrop model.tie_word_embeddings model.norm_eps model.expansion_ratio model.attn_pdrop
+    model.softmax_scale model.alibi_bias_max model.mlp_ratio=model.expansion_ratio model.attn_qk_ln=model.qk_ln
+    model.attn_clip_qkv=model.clip_qkv model.attn_config.attn_pdrop=model.attn_pdrop
+    model.attn_config.qk_ln=model.qk_ln model.attn_config.clip_qkv=model.clip_qkv
+    model.attn_config.softmax_scale=model.softmax_scale model.attn_config.alibi_bias_max=model.alibi_bias_max
+    model.attn_config.rope_theta=model.rotary_base model.ffn_config.ffn_hidden_size=model.ffn_hidden_size
+    max_seq_len seed eval_subset_num_batches device_eval_batch_size save_num_checkpoints_to_keep save_weights_only
+    optimizer.lr optimizer.betas optimizer.eps scheduler.t_warmup
+    fsdp_config.activation_checkpointing=activation_checkpointing loggers.tensorboard loggers.tensorboard.log_dir
+    run_name=name"""
 DEFAULTS = {"seed": 17, "optimizer.eps": 1e-8}
 CHOICES = {
     "precision": "precision amp_bf16=bf16 bf16 amp_fp16=fp16 fp16 fp32",
@@ -49,102 +47,80 @@ CHOICES = {
 NOT_NEEDED = {
     "a variable, for ${...}": "variables data_local data_remote tokenizer_name global_seed num_canonical_nodes",
     "prepared data carries its tokenizer": "tokenizer model.tokenizer_name",
-    "execution, which is chosen here": (
-        "model.init_device model.device model.attn_impl model.use_cache model.use_pad_tok_in_ffn model.verbose "
-        "model.activation_checkpointing_target model.master_weights_dtype model.attn_config.attn_impl "
-        "model.attn_config.fused_qkv model.attn_config.rope_impl model.attn_config.rope_dail_config.pos_idx_in_fp32 "
-        "model.init_config.verbose max_split_size_mb expandable_segments cuda_load_lazy dist_timeout spin_dataloaders "
-        "tp_config.strategy"
-    ),
+    "execution, which is chosen here": """
+        max_split_size_mb expandable_segments cuda_load_lazy dist_timeout spin_dataloaders tp_config.strategy
+        model: init_device device attn_impl use_cache use_pad_tok_in_ffn verbose activation_checkpointing_target
+        master_weights_dtype init_config.verbose
+        model.attn_config: attn_impl fused_qkv rope_impl rope_dail_config.pos_idx_in_fp32""",
     "the loss is the same cross-entropy, and is computed once": "model.loss_fn model.use_train_metrics",
     "used by other initialisations only": "model.init_config.init_gain model.init_gain",
     "there is no ratio that schedules are scaled by": "scheduler.scale_warmup",
     "losses are weighted by their tokens": "accumulate_train_batch_on_tokens",
-    "batches are full, and token data is all there is": _in(
-        LOADERS, "label drop_last num_workers pin_memory prefetch_factor persistent_workers timeout"
-    ),
+    "batches are full, and token data is all there is": """
+        train_loader,eval_loader: label drop_last num_workers pin_memory prefetch_factor persistent_workers timeout""",
     OWN_READER: _in(DATASETS, READING),
-    "weights and optimizer are spread by FSDP2; fp32 master weights, gradients reduced in fp32": _in(
-        "fsdp_config",
-        "mixed_precision activation_checkpointing_reentrant activation_cpu_offload cpu_offload backward_prefetch "
-        "forward_prefetch backward_prefetch_limit forward_prefetch_limit limit_all_gathers sync_module_states "
-        "use_orig_params keep_low_precision_grads load_planner save_planner ignored_modules process_group auto_wrap "
-        "te_checkpoint_wrapper te_shard_fp8_weight verbose min_params device_mesh reshard_after_forward",
-    ),
-    "every checkpoint loads on any number of devices": _in(
-        "fsdp_config", "sharded_ckpt_prefix_dir load_monolith_rank0_only"
-    ),
-    "checkpoints have names of their own, and are never overwritten": (
-        "save_filename save_latest_filename save_overwrite load_strict_model_weights"
-    ),
+    "weights and optimizer are spread by FSDP2; fp32 master weights, gradients reduced in fp32": """
+        fsdp_config: mixed_precision activation_checkpointing_reentrant activation_cpu_offload cpu_offload
+        backward_prefetch forward_prefetch backward_prefetch_limit forward_prefetch_limit limit_all_gathers
+        sync_module_states use_orig_params keep_low_precision_grads load_planner save_planner ignored_modules
+        process_group auto_wrap te_checkpoint_wrapper te_shard_fp8_weight verbose min_params device_mesh
+        reshard_after_forward""",
+    "every checkpoint loads on any number of devices": "fsdp_config: sharded_ckpt_prefix_dir load_monolith_rank0_only",
+    "checkpoints have names of their own, and are never overwritten": """
+        save_filename save_latest_filename save_overwrite load_strict_model_weights""",
     "the same command continues the run": "autoresume",
-    "always logged here": _in(
-        "callbacks",
-        "speed_monitor lr_monitor memory_monitor runtime_estimator optimizer_monitor system_metrics_monitor "
-        "env_logging nan_monitor memory_snapshot oom_observer scheduled_gc fdiff_metrics eval_output_logging "
-        "loss_perp_v_len run_timeout",
-    ),
-    "`ingot export` and `ingot generate` work on any checkpoint": "only_hf_checkpoint only_composer_checkpoint "
-    + _in("callbacks", "hf_checkpointer mono_checkpoint_saver generate_callback"),
-    "not run here: metrics go to the console, metrics.jsonl and TensorBoard": _in(
-        "loggers", "wandb mlflow comet_ml neptune mosaicml inmemory in_memory_logger slack file_logger"
-    ),
-    "not run here: in-context tasks are no part of a training run": (
-        "icl_tasks icl_tasks_str icl_subset_num_batches icl_seq_len eval_gauntlet eval_gauntlet_str"
-    ),
+    "always logged here": """
+        callbacks: speed_monitor lr_monitor memory_monitor runtime_estimator optimizer_monitor
+        system_metrics_monitor env_logging nan_monitor memory_snapshot oom_observer scheduled_gc fdiff_metrics
+        eval_output_logging loss_perp_v_len run_timeout""",
+    "`ingot export` and `ingot generate` work on any checkpoint": """
+        only_hf_checkpoint only_composer_checkpoint
+        callbacks: hf_checkpointer mono_checkpoint_saver generate_callback""",
+    "not run here: metrics go to the console, metrics.jsonl and TensorBoard": """
+        loggers: wandb mlflow comet_ml neptune mosaicml inmemory in_memory_logger slack file_logger""",
+    "not run here: in-context tasks are no part of a training run": """
+        icl_tasks icl_tasks_str icl_subset_num_batches icl_seq_len eval_gauntlet eval_gauntlet_str""",
     "evaluation runs at every eval_interval and at the end": "eval_first",
     "no part of the run": "progress_bar log_to_console python_log_level log_config metadata flatten_metadata profiler",
 }
 REFUSED = {
-    "the model here has no such part; leave it out": (
-        "model.pretrained_model_name_or_path model.pretrained model.config_overrides model.attention_bias "
-        "model.logit_scale model.final_logit_softcapping model.embedding_fraction=1|1.0 model.block_overrides "
-        "model.prefix_lm model.fc_type=torch "
-    )
-    + _in(
-        "model.attn_config",
-        "qk_gn attn_logit_softcapping nope attn_temperature_tuning kv_dim prefix_lm "
-        "rope_dail_config.type=original rope_dail_config.xpos_scale_base=512 rope_hf_config.type=no_scaling "
-        "rope_hf_config.factor=1|1.0",
-    ),
-    "mixtures of experts are not supported; use ffn_type mptmlp": _in(
-        "model.ffn_config",
-        "moe_num_experts moe_top_k moe_world_size moe_loss_weight moe_jitter_eps mlp_impl memory_optimized_mlp "
-        "uniform_expert_assignment moe_normalize_expert_weights mlp_type",
-    ),
-    "weights start from a normal distribution, with fan_in and relu, embeddings like the others; leave it out": _in(
-        "model model.init_config", "fan_mode=fan_in init_nonlinearity=relu emb_init_std emb_init_uniform_lim"
-    ),
+    "the model here has no such part; leave it out": """
+        model: pretrained_model_name_or_path pretrained config_overrides attention_bias logit_scale
+        final_logit_softcapping embedding_fraction=1|1.0 block_overrides prefix_lm fc_type=torch
+        model.attn_config: qk_gn attn_logit_softcapping nope attn_temperature_tuning kv_dim prefix_lm
+        rope_dail_config.type=original rope_dail_config.xpos_scale_base=512 rope_hf_config.type=no_scaling
+        rope_hf_config.factor=1|1.0""",
+    "mixtures of experts are not supported; use ffn_type mptmlp": """
+        model.ffn_config: moe_num_experts moe_top_k moe_world_size moe_loss_weight moe_jitter_eps mlp_impl
+        memory_optimized_mlp uniform_expert_assignment moe_normalize_expert_weights mlp_type""",
+    "weights start from a normal distribution, with fan_in and relu, embeddings like the others; leave it out": """
+        model,model.init_config: fan_mode=fan_in init_nonlinearity=relu emb_init_std emb_init_uniform_lim""",
     "all weights are trained with one set of values; leave it out": "optimizer.disable_grad optimizer.param_groups",
-    "the schedule goes from 1 to alpha_f over t_max; leave it out": ("scheduler.alpha_i=1|1.0 scheduler.alpha=1|1.0"),
-    "not available here; leave it out": (
-        "algorithms.alibi algorithms.gated_linear_units train_subset_num_batches=-1 save_ignore_keys load_ignore_keys "
-    )
-    + _in(
-        "callbacks",
-        "early_stopper layer_freezing global_lr_scaling curriculum_learning dataset_swap load_checkpoint "
-        "kill_loss_spike async_eval mbmoe_tok_per_expert",
-    ),
+    "the schedule goes from 1 to alpha_f over t_max; leave it out": "scheduler.alpha_i=1|1.0 scheduler.alpha=1|1.0",
+    "not available here; leave it out": """
+        algorithms.alibi algorithms.gated_linear_units train_subset_num_batches=-1 save_ignore_keys load_ignore_keys
+        callbacks: early_stopper layer_freezing global_lr_scaling curriculum_learning dataset_swap load_checkpoint
+        kill_loss_spike async_eval mbmoe_tok_per_expert""",
     "code of others is not run; describe the run natively": "code_paths",
-    "samples are drawn at random over all streams, once an epoch; leave it out": _in(
-        DATASETS, "batching_method=random sampling_method=balanced epoch_size replication mlm_probability"
-    ),
+    "samples are drawn at random over all streams, once an epoch; leave it out": """
+        train_loader.dataset,eval_loader.dataset: batching_method=random sampling_method=balanced epoch_size replication
+        mlm_probability""",
 }
-COMPUTED = (
-    "model.name model.norm_type model.low_precision_layernorm model.learned_pos_emb model.head_dim model.alibi "
-    "model.attn_config.alibi model.attn_config.rope model.attn_config.attn_type model.attn_config.kv_n_heads "
-    "model.ffn_config.ffn_type model.ffn_config.ffn_act_fn.name model.ffn_config.ffn_act_fn.approximate "
-    "model.init_config.name model.init_config.init_div_is_residual model.init_config.init_std model.param_init_fn "
-    "model.init_div_is_residual model.init_std max_duration eval_interval save_interval console_log_interval "
-    "save_folder load_path load_weights_only global_train_batch_size device_train_batch_size "
-    "device_train_microbatch_size device_train_grad_accum n_gpus optimizer.weight_decay scheduler.t_max "
-    "scheduler.alpha_f scheduler.t_scale scheduler.alpha_f_decay scheduler.t_cooldown scheduler.alpha_f_cooldown "
-    "model.attn_config.sliding_window_size model.attn_config.attn_uses_sequence_id model.attn_uses_sequence_id "
-    "algorithms.gradient_clipping.clipping_type algorithms.low_precision_layernorm "
-    "algorithms.gradient_clipping.clipping_threshold grad_clip_norm fsdp_config.sharding_strategy "
-    "fsdp_config.data_parallel_shard_degree fsdp_config.data_parallel_replicate_degree compile_config eval_loader "
-    "tp_config.tensor_parallel_degree train_loader.name eval_loader.name "
-) + _in(DATASETS, "local remote split shuffle shuffle_seed cache_limit token_encoding_type max_seq_len streams")
+COMPUTED = """
+    model.name model.norm_type model.low_precision_layernorm model.learned_pos_emb model.head_dim model.alibi
+    model.attn_config.alibi model.attn_config.rope model.attn_config.attn_type model.attn_config.kv_n_heads
+    model.ffn_config.ffn_type model.ffn_config.ffn_act_fn.name model.ffn_config.ffn_act_fn.approximate
+    model.init_config.name model.init_config.init_div_is_residual model.init_config.init_std model.param_init_fn
+    model.init_div_is_residual model.init_std max_duration eval_interval save_interval console_log_interval
+    save_folder load_path load_weights_only global_train_batch_size device_train_batch_size
+    device_train_microbatch_size device_train_grad_accum n_gpus optimizer.weight_decay scheduler.t_max
+    scheduler.alpha_f scheduler.t_scale scheduler.alpha_f_decay scheduler.t_cooldown scheduler.alpha_f_cooldown
+    model.attn_config.sliding_window_size model.attn_config.attn_uses_sequence_id model.attn_uses_sequence_id
+    algorithms.gradient_clipping.clipping_type algorithms.low_precision_layernorm
+    algorithms.gradient_clipping.clipping_threshold grad_clip_norm fsdp_config.sharding_strategy
+    fsdp_config.data_parallel_shard_degree fsdp_config.data_parallel_replicate_degree compile_config eval_loader
+    tp_config.tensor_parallel_degree train_loader.name eval_loader.name
+""" + _in(DATASETS, "local remote split shuffle shuffle_seed cache_limit token_encoding_type max_seq_len streams")
 
 
 def _translate(t: Translation) -> None:

@@ -20,7 +20,7 @@ BECAME, NOT_NEEDED, REFUSED = "became", "not needed", "refused"
 @dataclass(frozen=True)
 class Dialect:
     """The vocabulary of another stack. Keys are dotted; one in a table stands for all keys below it too. Tables hold
-    keys in strings, separated by spaces."""
+    keys in strings, separated by spaces; see `words`."""
 
     name: str
     title: str
@@ -44,11 +44,11 @@ class Dialect:
 
     @cached_property
     def reasons(self) -> dict[str, str]:
-        return {key: why for why, keys in self.not_needed.items() for key in keys.split()}
+        return {key: why for why, keys in self.not_needed.items() for key in words(keys)}
 
     @cached_property
     def refusals(self) -> dict[str, tuple[list[str], str]]:
-        pairs = ((entry.partition("="), why) for why, keys in self.refused.items() for entry in keys.split())
+        pairs = ((entry.partition("="), why) for why, keys in self.refused.items() for entry in words(keys))
         return {key: (allowed.lower().split("|"), why) for (key, _, allowed), why in pairs}
 
     @cached_property
@@ -209,6 +209,16 @@ class Translation:
         if homes:
             hint = f"it is a key of {' and '.join(homes)}, and a run is described in one vocabulary."
         return f"unknown key {key} of {title}; {hint}"
+
+
+def words(text: str) -> Iterable[str]:
+    """The words of a table; those behind `SECTION:` are keys of that section, behind `A,B:` of both."""
+    sections = [""]
+    for word in text.split():
+        if word.endswith(":"):
+            sections = [f"{section}." for section in word[:-1].split(",")]
+        else:
+            yield from (section + word for section in sections)
 
 
 def ancestors(key: str) -> Iterable[str]:
