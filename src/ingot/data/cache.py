@@ -26,7 +26,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,36 +250,16 @@ class Cache:
         source, target = wanted.source, wanted.target
         file.seek(0)
         os.utime(file.fileno())  # a new attempt is a sign of life
-        packed, raw = _Digests(source.hashes), _Digests(target.hashes if wanted.compression else {})
-        begin, count = wanted.begin, target.bytes
-        chunks = self._checked(packed, self.remote.stream(source.basename, begin, count), source.bytes)
+        chunks = _checked(self.remote.stream(source.basename, wanted.begin, target.bytes), source)
         if wanted.compression:
             if wanted.compression not in DECOMPRESSORS:
                 known = ", ".join(DECOMPRESSORS)
                 raise DataError(f"{source.basename} is compressed with '{wanted.compression}'; only {known} are read")
-            chunks = _unpack(wanted.compression, chunks)
-        written = 0
-        for chunk in chunks:
-            written += len(chunk)
-            if written > target.bytes:
-                raise Again(f"it has more than the {target.bytes:,} bytes of the index")
-            file.write(chunk)
-            raw.update(chunk)
-        if written != target.bytes:
-            raise Again(f"it has {written:,} bytes where the index says {target.bytes:,}")
-        raw.check()
-
-    def _checked(self, digests: "_Digests", chunks: Iterator[bytes], size: int) -> Iterator[bytes]:
-        seen = 0
+            chunks = _checked(_unpack(wanted.compression, chunks), target)
         for chunk in chunks:
             if self._closed.is_set():
                 raise DataError("the cache was closed during a download")
-            seen += len(chunk)
-            digests.update(chunk)
-            yield chunk
-        if seen != size:
-            raise Again(f"{seen:,} bytes came where the index says {size:,}")
-        digests.check()
+            file.write(chunk)
 
     def _make_room(self, file: IO[bytes], need: int, may_evict_kept: bool) -> bool:
         """Evict what was used longest ago, of our own files only, until this file fits within the limit too."""
@@ -370,33 +350,32 @@ def _open_locked(part: Path, create: bool = True) -> Iterator[IO[bytes] | None]:
         yield file if mine else None
 
 
-class _Digests:
-    """Running hashes of bytes that pass, to be compared with expected ones."""
-
-    def __init__(self, expected: dict[str, str]):
-        self._expected = expected
-        self._running = {name: _new_hash(name) for name in expected}
-
-    def update(self, chunk: bytes) -> None:
-        for digest in self._running.values():
+def _checked(chunks: Iterable[bytes], file: ShardFile) -> Iterator[bytes]:
+    """Bytes that pass, compared with the size and hashes of the index."""
+    digests = {name: _new_hash(name) for name in file.hashes}
+    seen = 0
+    for chunk in chunks:
+        seen += len(chunk)
+        if seen > file.bytes:
+            raise Again(f"it has more than the {file.bytes:,} bytes of the index")
+        for digest in digests.values():
             digest.update(chunk)
-
-    def check(self) -> None:
-        for name, digest in self._running.items():
-            if digest.hexdigest() != self._expected[name]:
-                raise Again(f"its {name} is {digest.hexdigest()} where the index says {self._expected[name]}")
+        yield chunk
+    if seen != file.bytes:
+        raise Again(f"{seen:,} bytes came where the index says {file.bytes:,}")
+    for name, digest in digests.items():
+        if digest.hexdigest() != file.hashes[name]:
+            raise Again(f"its {name} is {digest.hexdigest()} where the index says {file.hashes[name]}")
 
 
 def verify_file(path: Path, file: ShardFile) -> None:
     """Compare a local file with the size and hashes of its index."""
-    digests = _Digests(file.hashes)
     try:
         if path.stat().st_size != file.bytes:
             raise Again(f"it has {path.stat().st_size:,} bytes where the index says {file.bytes:,}")
         with path.open("rb") as opened:
-            while chunk := opened.read(CHUNK):
-                digests.update(chunk)
-        digests.check()
+            for _ in _checked(iter(lambda: opened.read(CHUNK), b""), file):
+                pass
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; copy or prepare the data again") from None
     except Again as error:

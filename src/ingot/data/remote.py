@@ -43,10 +43,11 @@ class Remote:
 
     def __init__(self, url: str, retries: int = RETRIES, backoff: tuple[float, float] = BACKOFF_SECONDS):
         self.url = url.rstrip("/")
-        self._folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
-        self._store: Any = None if self._folder else _open_store(self.url)
+        # where it is, if it is no object store
+        self.folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
+        self._store: Any = None if self.folder else _open_store(self.url)
         self._answered = False  # once it has, a failure to get credentials is a passing one
-        self._retries, self._backoff = (1 if self._folder else retries), backoff
+        self._retries, self._backoff = (1 if self.folder else retries), backoff
 
     def read(self, name: str) -> bytes | None:
         """A small file, whole; None if it is not there."""
@@ -57,61 +58,38 @@ class Remote:
 
     def stream(self, name: str, begin: int | None = None, count: int = 0) -> Iterator[bytes]:
         """The bytes of a file, or of its part, in chunks. Failures worth a second try raise Again."""
-        if self._folder is not None:
-            yield from self._stream_file(self._folder / name, begin, count)
+        if self.folder is not None:
+            yield from _stream_file(self.folder / name, begin, count)
             return
-        import obstore
-
-        options: Any = None if begin is None else {"range": (begin, begin + count)}
-        opened = self._answer(name, lambda: obstore.get(self._store, name, options=options))
+        options = None if begin is None else {"range": (begin, begin + count)}
+        opened = self._answer(name, lambda: self._store.get(name, options=options))
         chunks = iter(opened.stream(min_chunk_size=CHUNK))
         while chunk := self._answer(name, lambda: next(chunks, b"")):
             yield chunk
 
-    def _stream_file(self, path: Path, begin: int | None, count: int) -> Iterator[bytes]:
-        try:
-            with path.open("rb") as file:
-                file.seek(begin or 0)
-                left = count if begin is not None else path.stat().st_size
-                while left > 0 and (chunk := file.read(min(CHUNK, left))):
-                    left -= len(chunk)
-                    yield chunk
-        except FileNotFoundError:
-            raise NotThere(path.name) from None
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from None
-
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if it is not there."""
-        if self._folder is not None:
-            path = self._folder / name
+        if self.folder is not None:
+            path = self.folder / name
             return path.stat().st_size if path.is_file() else None
-        import obstore
-
         try:
-            return self.retry(name, lambda: self._answer(name, lambda: int(obstore.head(self._store, name)["size"])))
+            return self._ask(name, lambda: int(self._store.head(name)["size"]))
         except NotThere:
             return None
-
-    @property
-    def folder(self) -> Path | None:
-        """Where it is, if it is no object store."""
-        return self._folder
 
     def names(self, under: str | None = None, required: bool = False) -> list[str]:
         """What lies right in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
         over http, unless it is required."""
-        if self._folder is not None:
-            folder = self._folder / (under or "")
+        if self.folder is not None:
+            folder = self.folder / (under or "")
             return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        import obstore
         from obstore.exceptions import BaseError
 
         def find() -> Any:
-            return obstore.list_with_delimiter(self._store, under)
+            return self._store.list_with_delimiter(under)
 
         try:
-            found = self.retry(under or "", lambda: self._answer(under or "", find)) if required else find()
+            found = self._ask(under or "", find) if required else find()
         except (BaseError, OSError):
             return []
         paths = [*found["common_prefixes"], *(str(entry["path"]) for entry in found["objects"])]
@@ -119,27 +97,24 @@ class Remote:
 
     def put(self, name: str, source: Path) -> None:
         """Upload a file; it appears whole or not at all."""
-        if self._folder is not None:
-            target = self._folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(target) as file, source.open("rb") as content:
-                shutil.copyfileobj(content, file, CHUNK)
+        if self.folder is None:
+            self._ask(name, lambda: self._store.put(name, source), "written")
             return
-        import obstore
-
-        self.retry(name, lambda: self._answer(name, lambda: obstore.put(self._store, name, source)), doing="written")
+        target = self.folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(target) as file, source.open("rb") as content:
+            shutil.copyfileobj(content, file, CHUNK)
 
     def delete(self, names: list[str]) -> None:
         """Remove files."""
-        if self._folder is not None:
-            for name in names:
-                (self._folder / name).unlink(missing_ok=True)
+        if self.folder is None:
+            self._ask(names[0], lambda: self._store.delete(names), "removed")
             return
-        import obstore
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
 
-        self.retry(
-            names[0], lambda: self._answer(names[0], lambda: obstore.delete(self._store, names)), doing="removed"
-        )
+    def _ask(self, name: str, action: Callable[[], T], doing: str = "fetched") -> T:
+        return self.retry(name, lambda: self._answer(name, action), doing=doing)
 
     def _answer(self, name: str, action: Callable[[], T]) -> T:
         """What a store answers, its failures sorted into hopeless ones and those worth a second try."""
@@ -172,6 +147,20 @@ class Remote:
             if attempt < self._retries and (stop or threading.Event()).wait(pause):
                 break
         raise DataError(f"{self.url}/{name} could not be {doing} in {attempt + 1} attempts: {reason}")
+
+
+def _stream_file(path: Path, begin: int | None, count: int) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(begin or 0)
+            left = count if begin is not None else path.stat().st_size
+            while left > 0 and (chunk := file.read(min(CHUNK, left))):
+                left -= len(chunk)
+                yield chunk
+    except FileNotFoundError:
+        raise NotThere(path.name) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _open_store(url: str) -> Any:
