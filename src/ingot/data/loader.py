@@ -49,12 +49,35 @@ class Loader:
 
     def batches(self, start: int = 0) -> Generator[Batch, None, None]:
         """Global batches `start`, `start + 1`, ..., prepared by a thread that ends when the iterator does."""
-        ahead = _Ahead(self._prepare(start), self.prefetch)
+        # Two queues, since those are written in C: a condition variable costs as much as gathering a small batch.
+        ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        room: SimpleQueue[None] = SimpleQueue()
+        closed = threading.Event()
+
+        def prepare() -> None:
+            try:
+                source = self._prepare(start)
+                while True:
+                    room.get()
+                    if closed.is_set():
+                        return
+                    ready.put(next(source))
+            except BaseException as error:
+                ready.put(error)
+
+        for _ in range(self.prefetch):
+            room.put(None)
+        thread = threading.Thread(target=prepare, name="ingot-loader", daemon=True)
+        thread.start()
         try:
-            while True:
-                yield ahead.next()
+            while not isinstance(batch := ready.get(), BaseException):
+                room.put(None)
+                yield batch
+            raise batch
         finally:
-            ahead.close()
+            closed.set()
+            room.put(None)
+            thread.join(JOIN_SECONDS)
 
     def ids(self, start: int, count: int) -> np.ndarray:
         """The sample ids of this rank's part of `count` global batches from `start` on: [count, n]."""
@@ -68,39 +91,3 @@ class Loader:
                 self.dataset.announce(self.order, start * self.batch_samples)
                 yield Batch(*self.dataset.gather(ids), ids)
                 start += 1
-
-
-class _Ahead:
-    """A thread that keeps up to `depth` results of an iterator ready."""
-
-    def __init__(self, source: Iterator[Batch], depth: int):
-        # Two queues, since those are written in C: a condition variable costs as much as gathering a small batch.
-        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
-        self._room: SimpleQueue[None] = SimpleQueue()
-        self._closed = False
-        for _ in range(depth):
-            self._room.put(None)
-        self._thread = threading.Thread(target=self._run, args=(source,), name="ingot-loader", daemon=True)
-        self._thread.start()
-
-    def _run(self, source: Iterator[Batch]) -> None:
-        try:
-            while True:
-                self._room.get()
-                if self._closed:
-                    return
-                self._ready.put(next(source))
-        except BaseException as error:
-            self._ready.put(error)
-
-    def next(self) -> Batch:
-        batch = self._ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        self._room.put(None)
-        return batch
-
-    def close(self) -> None:
-        self._closed = True
-        self._room.put(None)
-        self._thread.join(JOIN_SECONDS)

@@ -15,7 +15,7 @@ So no sample of a source is repeated or skipped because another one was added or
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -88,7 +88,6 @@ class Mixture(Dataset):
         self.stage = Stage(0, self._by_name(self.shares), self._by_name([0] * len(self.names)), rule)
 
     def describe(self) -> str:
-        """A line for the console, and one for each source."""
         lines = [f"mixture of {len(self.names)}: {self.tokens:,} tokens, {self.samples:,} samples of {self.seq_len}"]
         for name, share, dataset in zip(self.names, self.shares, self._datasets, strict=True):
             lines.append(f"  {100 * share / sum(self.shares):5.2f}% {name}: {dataset.describe()}")
@@ -99,7 +98,6 @@ class Mixture(Dataset):
         return hashlib.sha256(json.dumps(self._fingerprints()).encode()).hexdigest()[:16]
 
     def state(self, position: int | None = None) -> dict[str, Any]:
-        """The sources, and the stage that the run is in."""
         stage = self.stage if position is None else self.stage.at(position)
         return {"sources": self._fingerprints(), "stage": asdict(stage)}
 
@@ -118,21 +116,18 @@ class Mixture(Dataset):
             self.stage = Stage(position, shares, taken, self.rule)
 
     def taken(self, position: int) -> dict[str, int]:
-        """Samples taken from each source before a position."""
         return self.stage.taken_at(position)
 
     def _fingerprints(self) -> dict[str, str]:
         return {name: d.fingerprint() for name, d in zip(self.names, self._datasets, strict=True)}
 
     def order(self, seed: int, shuffle: bool) -> "MixtureOrder":
-        """The order of the mixture, over the orders of its sources."""
         # Seeds by name: a source keeps its order when others come, go or change places.
         seeds = [seed ^ int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") for name in self.names]
         orders = [d.order(s, shuffle) for d, s in zip(self._datasets, seeds, strict=True)]
         return MixtureOrder(self.stage, self.names, orders)
 
     def announce(self, order: Order, position: int) -> None:
-        """Tell each source where reading stands, for fetching ahead."""
         assert isinstance(order, MixtureOrder)
         if position in self._announced:
             return
@@ -142,23 +137,24 @@ class Mixture(Dataset):
             dataset.announce(source_order, taken[name])
 
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Samples by id [n] -> tokens and labels, int64 [n, S] each."""
         tokens = np.empty((len(ids), self.seq_len), np.int64)
         labels = np.empty_like(tokens)
-        source = ids >> SOURCE_SHIFT
-        for k in np.unique(source).tolist():
-            here = np.flatnonzero(source == k)
-            tokens[here], labels[here] = self._datasets[k].gather(ids[here] & ((1 << SOURCE_SHIFT) - 1))
+        for dataset, here, inner in self._by_source(ids):
+            tokens[here], labels[here] = dataset.gather(inner)
         return tokens, labels
 
     def document_starts(self, ids: np.ndarray) -> np.ndarray:
-        """Where documents begin -> bool [n, S]; see Dataset."""
         starts = np.empty((len(ids), self.seq_len), bool)
+        for dataset, here, inner in self._by_source(ids):
+            starts[here] = dataset.document_starts(inner)
+        return starts
+
+    def _by_source(self, ids: np.ndarray) -> Iterator[tuple[Dataset, np.ndarray, np.ndarray]]:
+        """Each source among the ids: which of them are its, and what they are there."""
         source = ids >> SOURCE_SHIFT
         for k in np.unique(source).tolist():
             here = np.flatnonzero(source == k)
-            starts[here] = self._datasets[k].document_starts(ids[here] & ((1 << SOURCE_SHIFT) - 1))
-        return starts
+            yield self._datasets[k], here, ids[here] & ((1 << SOURCE_SHIFT) - 1)
 
     def _by_name(self, values: Sequence[T]) -> dict[str, T]:
         return dict(zip(self.names, values, strict=True))
@@ -171,7 +167,6 @@ class MixtureOrder(Order):
         self.stage, self._names, self.orders = stage, names, orders
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Global positions, any shape -> sample ids of the same shape, int64."""
         place = np.ravel(positions).astype(np.int64) - self.stage.start
         if place.size and place.min() < 0:
             raise ValueError(f"positions before {self.stage.start} belong to a stage with other shares")
