@@ -47,7 +47,7 @@ from ingot.data.config import SourceConfig
 from ingot.data.dataset import open_dataset
 from ingot.data.loader import Loader
 from ingot.data.mds import read_index
-from ingot.data.mds_writer import shard_config, shard_from_rows, token_column, write_index, write_shard
+from ingot.data.mds_writer import rows_body, shard_begin, shard_config, write_index, write_shard
 from ingot.data.order import Order
 from ingot.data.remote import Remote
 
@@ -649,13 +649,15 @@ def write_data(folder: Path, tokens: int) -> int:
     samples = tokens // SEQ_LEN
     rng = np.random.default_rng(0)
     (folder / "mds").mkdir()
-    config = shard_config(token_column(np.dtype(np.uint16)), None)
+    config = shard_config("ndarray:uint16", None)
     entries = []
     with (folder / "pair.bin").open("wb") as file:
         for number, first in enumerate(range(0, samples, SHARD_SAMPLES)):
             size = (min(SHARD_SAMPLES, samples - first), SEQ_LEN)
             rows = rng.integers(0, 50_000, size, dtype=np.uint16)
-            entries.append(write_shard(folder / "mds", number, shard_from_rows(rows, config), len(rows), config))
+            body = rows_body(rows)
+            shard = shard_begin(np.full(len(rows), len(body) // len(rows)), config) + body
+            entries.append(write_shard(folder / "mds", number, [shard], len(shard), len(rows), config))
             file.write(rows.tobytes())
     write_index(folder / "mds", entries)
     ends = np.cumsum(rng.lognormal(5.8, 1.0, samples * 8).astype(np.int64) + 1)  # C4-like: about 540 tokens each

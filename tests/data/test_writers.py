@@ -44,7 +44,13 @@ def read_tokens(value: bytes, dtype: str) -> np.ndarray:
 
 
 def config_for(dtype: str) -> dict:
-    return mds.shard_config(mds.token_column(np.dtype(dtype)), None, mds.SIZE_LIMIT)
+    return mds.shard_config(f"ndarray:{dtype}", None, mds.SIZE_LIMIT)
+
+
+def shard_from_rows(rows: np.ndarray, config: dict) -> bytes:
+    """A shard of equally long token samples, rows: [samples, tokens]."""
+    body = mds.rows_body(rows)
+    return mds.shard_begin(np.full(len(rows), len(body) // len(rows)), config) + body
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "uint32", "int64"])
@@ -52,7 +58,8 @@ def config_for(dtype: str) -> dict:
 def test_rows_come_back_as_they_were(dtype: str, length: int, tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 50_000, size=(3, length)).astype(dtype)
     config = config_for(dtype)
-    entry = mds.write_shard(tmp_path, 7, mds.shard_from_rows(rows, config), 3, config)
+    shard = shard_from_rows(rows, config)
+    entry = mds.write_shard(tmp_path, 7, [shard], len(shard), 3, config)
     values = read_mds(tmp_path / "shard.00007.mds")
     assert [read_tokens(v, dtype).tolist() for v in values] == rows.tolist()
     data = (tmp_path / "shard.00007.mds").read_bytes()
@@ -62,14 +69,15 @@ def test_rows_come_back_as_they_were(dtype: str, length: int, tmp_path: Path) ->
 
 def test_a_matrix_of_rows_and_the_same_rows_one_by_one_are_the_same_shard() -> None:
     rows = np.arange(5 * 300, dtype=np.uint16).reshape(5, 300)
-    one_by_one = mds.shard_from_values([mds.token_value(r) for r in rows], config_for("uint16"))
-    assert bytes(mds.shard_from_rows(rows, config_for("uint16"))) == one_by_one
+    values = [mds.token_value(r) for r in rows]
+    begin = mds.shard_begin(np.array([len(v) + 4 for v in values]), config_for("uint16"))
+    assert shard_from_rows(rows, config_for("uint16")) == begin + mds.values_body(values)
 
 
 def test_the_shard_begins_as_streaming_writes_it() -> None:
     """The head of a shard that mosaicml-streaming 0.13's MDSWriter wrote: columns {tokens: ndarray:int32}, no hashes."""
     config = {**config_for("int32"), "hashes": []}
-    shard = bytes(mds.shard_from_rows(np.arange(2048, dtype=np.int32)[None], config))
+    shard = shard_from_rows(np.arange(2048, dtype=np.int32)[None], config)
     text = (
         b'{"column_encodings": ["ndarray:int32"], "column_names": ["tokens"], "column_sizes": [null], '
         b'"compression": null, "format": "mds", "hashes": [], "size_limit": 67108864, "version": 2}'

@@ -7,12 +7,12 @@ Megatron keeps all lengths in Python lists; here they stand in one file per piec
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ingot.data.files import begin_to_store
+from ingot.data.files import begin_to_store, whole_file
 from ingot.errors import DataError, disk_error
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -33,30 +33,22 @@ def write_idx(path: Path, dtype: np.dtype, length_files: Sequence[Path]) -> tupl
         documents += len(lengths)
         sequences += int(np.count_nonzero(lengths))
         tokens += int(lengths.sum(dtype=np.int64))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(MAGIC + struct.pack("<QBQQ", 1, DTYPE_CODES[dtype.name], sequences, documents + 1))
-            for lengths in _lengths(length_files):
-                file.write(lengths[lengths > 0].tobytes())
-            offset = 0
-            for lengths in _lengths(length_files):
-                sizes = lengths[lengths > 0].astype(np.int64) * dtype.itemsize
-                ends = np.cumsum(sizes) + offset
-                file.write((ends - sizes).tobytes())
-                offset = int(ends[-1]) if len(ends) else offset
-            file.write(struct.pack("<q", 0))
-            before = 0
-            for lengths in _lengths(length_files):
-                seen = np.cumsum(lengths > 0, dtype=np.int64) + before
-                file.write(seen.tobytes())
-                before = int(seen[-1]) if len(seen) else before
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise disk_error("write", path, error) from None
+    with whole_file(path) as file:
+        file.write(MAGIC + struct.pack("<QBQQ", 1, DTYPE_CODES[dtype.name], sequences, documents + 1))
+        for lengths in _lengths(length_files):
+            file.write(lengths[lengths > 0].tobytes())
+        offset = 0
+        for lengths in _lengths(length_files):
+            sizes = lengths[lengths > 0].astype(np.int64) * dtype.itemsize
+            ends = np.cumsum(sizes) + offset
+            file.write((ends - sizes).tobytes())
+            offset = int(ends[-1]) if len(ends) else offset
+        file.write(struct.pack("<q", 0))
+        before = 0
+        for lengths in _lengths(length_files):
+            seen = np.cumsum(lengths > 0, dtype=np.int64) + before
+            file.write(seen.tobytes())
+            before = int(seen[-1]) if len(seen) else before
     return documents, tokens
 
 
@@ -79,6 +71,6 @@ def copy_into(target: Path, offset: int, source: Path) -> None:
         raise disk_error("write", target, error) from None
 
 
-def _lengths(files: Sequence[Path]) -> Iterable[np.ndarray]:
+def _lengths(files: Sequence[Path]) -> Iterator[np.ndarray]:
     for file in files:
         yield np.fromfile(file, dtype="<i4")

@@ -21,32 +21,12 @@ SIZE_LIMIT = 1 << 26  # bytes of one raw shard, Streaming's default
 HASH = "xxh3_64"
 
 
-def token_column(dtype: np.dtype) -> dict[str, Any]:
-    """The description of shards with one column of tokens."""
-    return _column("tokens", f"ndarray:{dtype.name}")
-
-
-def text_column() -> dict[str, Any]:
-    """The description of shards with one column of text."""
-    return _column("text", "str")
-
-
-def _column(name: str, encoding: str) -> dict[str, Any]:
-    return {"column_names": [name], "column_encodings": [encoding], "column_sizes": [None]}
-
-
-def array_header(length: int) -> bytes:
-    """What stands before the values of a 1-d array of a static dtype and a dynamic shape."""
-    for code, size in enumerate((1, 2, 4, 8)):
-        if length < 1 << (8 * size):
-            return bytes([1 << 2 | code]) + length.to_bytes(size, "little")
-    raise ValueError(length)
-
-
-def shard_config(column: dict[str, Any], compression: str | None, size_limit: int = SIZE_LIMIT) -> dict[str, Any]:
-    """The part of a shard's index entry that is also inside the shard."""
+def shard_config(encoding: str, compression: str | None, size_limit: int = SIZE_LIMIT) -> dict[str, Any]:
+    """What stands inside a shard and in its index entry: one column, text (`str`) or tokens (`ndarray:DTYPE`)."""
     return {
-        **column,
+        "column_names": ["text" if encoding == "str" else "tokens"],
+        "column_encodings": [encoding],
+        "column_sizes": [None],
         "compression": compression,
         "format": "mds",
         "hashes": [HASH],
@@ -60,15 +40,17 @@ def header_bytes(config: dict[str, Any]) -> int:
     return 4 + 4 + len(_config_json(config))
 
 
-def shard_from_rows(rows: np.ndarray, config: dict[str, Any]) -> bytes:
-    """A shard of equally long token samples, rows: [samples, tokens]."""
-    body = rows_body(rows)
-    return shard_begin(np.full(len(rows), len(body) // len(rows)), config) + body
+def shard_begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
+    """Everything before the samples, whose sizes in bytes are given, [samples]."""
+    text = _config_json(config)
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    offsets += 4 + 4 * len(offsets) + len(text)
+    return np.uint32(len(sizes)).tobytes() + offsets.astype(np.uint32).tobytes() + text
 
 
-def shard_from_values(values: Sequence[bytes | memoryview], config: dict[str, Any]) -> bytes:
-    """A shard of encoded values of any size, one column."""
-    return shard_begin(np.array([len(v) + 4 for v in values]), config) + values_body(values)
+def _config_json(config: dict[str, Any]) -> bytes:
+    return json.dumps(config, sort_keys=True).encode()
 
 
 def rows_body(rows: np.ndarray) -> bytes:
@@ -87,29 +69,32 @@ def values_body(values: Sequence[bytes | memoryview]) -> bytes:
 
 def row_head(length: int, itemsize: int) -> bytes:
     """What stands before the tokens of a sample: its size, and the head of its array."""
-    head = array_header(length)
+    head = _array_head(length)
     return (len(head) + length * itemsize).to_bytes(4, "little") + head
 
 
 def token_value(tokens: np.ndarray) -> bytes:
     """One token array as a value of its column."""
-    return array_header(len(tokens)) + tokens.tobytes()
+    return _array_head(len(tokens)) + tokens.tobytes()
 
 
-def write_shard(folder: Path, number: int, shard: bytes, samples: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Write one shard, compressed if so configured, and return its entry for index.json."""
-    return write_shard_in_chunks(folder, number, [shard], len(shard), samples, config)
+def _array_head(length: int) -> bytes:
+    """What stands before the values of a 1-d array of a static dtype and a dynamic shape."""
+    code = next(k for k in range(4) if length < 1 << (8 << k))
+    return bytes([1 << 2 | code]) + length.to_bytes(1 << code, "little")
 
 
-def write_shard_in_chunks(
+def write_shard(
     folder: Path, number: int, chunks: Iterable[bytes], size: int, samples: int, config: dict[str, Any]
 ) -> dict[str, Any]:
-    """The same for a shard of `size` bytes that is never whole in memory."""
+    """Write a shard of `size` bytes, which need never be whole in memory, compressed if so configured; returns its
+    entry for index.json."""
     raw_name = f"shard.{number:05}.mds"
     raw_hash, zip_hash = xxhash.xxh3_64(), xxhash.xxh3_64()
     packer = None
     if config["compression"]:
-        packer = zstandard.ZstdCompressor(level=zstd_level(config["compression"])).compressobj(size=size)
+        level = int(config["compression"].partition(":")[2] or 3)  # of `zstd:LEVEL`; Streaming's default is 3
+        packer = zstandard.ZstdCompressor(level=level).compressobj(size=size)
     name = f"{raw_name}.zstd" if packer else raw_name
     written = 0
     with whole_file(folder / name) as file:
@@ -133,21 +118,3 @@ def write_index(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
     """Write index.json, which makes a folder of shards a data set."""
     index = {"version": 2, "shards": list(entries)}
     write_whole(folder / "index.json", json.dumps(index, sort_keys=True).encode())
-
-
-def zstd_level(compression: str) -> int:
-    """The level in `zstd` or `zstd:LEVEL`; Streaming's default is 3."""
-    return int(compression.partition(":")[2] or 3)
-
-
-def shard_begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
-    """Everything before the samples, whose sizes in bytes are given, [samples]."""
-    text = _config_json(config)
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    offsets += 4 + 4 * len(offsets) + len(text)
-    return np.uint32(len(sizes)).tobytes() + offsets.astype(np.uint32).tobytes() + text
-
-
-def _config_json(config: dict[str, Any]) -> bytes:
-    return json.dumps(config, sort_keys=True).encode()

@@ -6,8 +6,10 @@ soon as they are there. So a shard depends on the input alone, not on pieces or 
 """
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,11 @@ class Plan:
     size_limit: int
     options: ReadOptions
 
+    @property
+    def shard_config(self) -> dict[str, Any]:
+        """What every MDS shard says of itself."""
+        return mds.shard_config("str" if self.is_text else f"ndarray:{self.dtype}", self.compression, self.size_limit)
+
 
 def part_paths(folder: Path, number: int) -> tuple[Path, Path]:
     """The files of a part: its data, and the lengths of its documents."""
@@ -53,54 +60,60 @@ class Packer:
 
     def __init__(self, plan: Plan, folder: Path):
         self.plan, self.folder = plan, folder
+        self.limit = 1 << 62 if plan.max_samples is None else plan.max_samples
         self.spans: deque[tuple[int, int, int]] = deque()  # (part, its first unit in the stream, its end)
         self.end = 0  # units so far
-        self.next_shard = 0
         self.finished = False
         self.shard_units: list[int] = []  # units in each planned shard
-        self.samples = 0
+        self.samples = 0  # in planned shards
 
     @property
     def is_full(self) -> bool:
-        limit = self.plan.max_samples
-        return limit is not None and self.samples + self.pending_samples() >= limit
+        return self.samples + self.pending_samples() >= self.limit
 
     @property
     def open_part(self) -> int:
         """Parts below this one are only needed by shards that are already planned."""
-        if self.finished:
-            return 1 << 60
-        return self.spans[0][0] if self.spans else 1 << 60
-
-    def pending_samples(self) -> int:
-        raise NotImplementedError
+        return self.spans[0][0] if self.spans and not self.finished else 1 << 60
 
     def add(self, part: int, units: int) -> list[Shard]:
-        raise NotImplementedError
+        """The shards that can be written now that this part is there too."""
+        begin = self.end
+        self.end += units
+        if units:
+            self.spans.append((part, begin, self.end))
+        return list(self._plan(part, begin))
 
     def finish(self) -> list[Shard]:
+        """The shards of what is left."""
+        self.finished = True
+        return list(self._plan_rest())
+
+    def pending_samples(self) -> int:
+        """Samples that are there and in no planned shard."""
+        return 0
+
+    def _plan(self, part: int, begin: int) -> Iterable[Shard]:
         raise NotImplementedError
 
-    def _span(self, start: int, end: int) -> list[list[int]]:
-        """The parts that hold units [start, end) of the stream; earlier parts are forgotten."""
+    def _plan_rest(self) -> Iterable[Shard]:
+        return ()
+
+    def _document_lengths(self, part: int) -> np.ndarray:
+        return np.fromfile(part_paths(self.folder, part)[1], dtype="<i4")
+
+    def _shard(self, start: int, end: int, samples: int, units: int, irregular: bytes = b"") -> Shard:
+        """The next shard, of units [start, end) of the stream; the parts before them are forgotten."""
         while self.spans and self.spans[0][2] <= start:
             self.spans.popleft()
-        return [
+        parts = [
             [part, max(start, first) - first, min(end, last) - first]
             for part, first, last in self.spans
             if first < end and last > start
         ]
-
-    def _append(self, part: int, units: int) -> None:
-        if units:
-            self.spans.append((part, self.end, self.end + units))
-            self.end += units
-
-    def _plan(self, start: int, end: int, units: int, irregular: bytes = b"") -> Shard:
-        shard = Shard(self.next_shard, self._span(start, end), irregular)
-        self.next_shard += 1
+        self.samples += samples
         self.shard_units.append(units)
-        return shard
+        return Shard(len(self.shard_units) - 1, parts, irregular)
 
 
 class _WrappedPacker(Packer):
@@ -116,34 +129,22 @@ class _WrappedPacker(Packer):
     def pending_samples(self) -> int:
         return (self.end - self.start) // self.plan.concat_tokens
 
-    def add(self, part: int, units: int) -> list[Shard]:
-        self._append(part, units)
-        planned = []
-        limit = self.plan.max_samples
-        while self.pending_samples() >= self.per_shard and (limit is None or self.samples + self.per_shard <= limit):
-            planned.append(self._take(self.per_shard * self.plan.concat_tokens))
-        return planned
+    def _plan(self, part: int, begin: int) -> Iterator[Shard]:
+        while min(self.pending_samples(), self.limit - self.samples) >= self.per_shard:
+            yield self._take(self.per_shard)
 
-    def finish(self) -> list[Shard]:
-        length, limit = self.plan.concat_tokens, self.plan.max_samples
-        rest = self.end - self.start
-        if self.plan.drop_last:
-            rest -= rest % length
-        if limit is not None:
-            rest = min(rest, (limit - self.samples) * length)
-        planned = []
-        while rest > 0:
-            count = min(rest, self.per_shard * length)
-            planned.append(self._take(count))
-            rest -= count
-        self.finished = True
-        return planned
+    def _plan_rest(self) -> Iterator[Shard]:
+        rest = self.pending_samples()
+        if not self.plan.drop_last:
+            rest = -(-(self.end - self.start) // self.plan.concat_tokens)  # the last one may be shorter
+        last = self.samples + min(rest, self.limit - self.samples)
+        while self.samples < last:
+            yield self._take(min(last - self.samples, self.per_shard))
 
-    def _take(self, units: int) -> Shard:
-        shard = self._plan(self.start, self.start + units, units)
-        self.start += units
-        self.samples += -(-units // self.plan.concat_tokens)
-        return shard
+    def _take(self, samples: int) -> Shard:
+        start = self.start
+        self.start = min(start + samples * self.plan.concat_tokens, self.end)
+        return self._shard(start, self.start, samples, self.start - start)
 
 
 class _DocumentPacker(Packer):
@@ -158,40 +159,24 @@ class _DocumentPacker(Packer):
     def pending_samples(self) -> int:
         return len(self.starts)
 
-    def add(self, part: int, units: int) -> list[Shard]:
-        base = self.end
-        self._append(part, units)
-        ends = np.cumsum(np.fromfile(part_paths(self.folder, part)[1], dtype="<i4"), dtype=np.int64) + base
-        while True:
-            document = int(np.searchsorted(ends, self.sample_start + self.plan.concat_tokens))
-            if document == len(ends):
-                break
+    def _plan(self, part: int, begin: int) -> Iterator[Shard]:
+        ends = np.cumsum(self._document_lengths(part), dtype=np.int64) + begin
+        length = self.plan.concat_tokens
+        while (document := int(np.searchsorted(ends, self.sample_start + length))) < len(ends):
             self.starts.append(self.sample_start)
             self.sample_start = int(ends[document])
-        planned = []
-        while len(self.starts) >= self.per_shard and not self._over(self.per_shard):
-            planned.append(self._take(self.per_shard))
-        return planned
+        while min(len(self.starts), self.limit - self.samples) >= self.per_shard:
+            yield self._take(self.per_shard)
 
-    def finish(self) -> list[Shard]:
-        limit = self.plan.max_samples
-        planned = []
-        while count := min(
-            len(self.starts), self.per_shard, limit - self.samples if limit is not None else len(self.starts)
-        ):
-            planned.append(self._take(count))
-        self.finished = True
-        return planned
+    def _plan_rest(self) -> Iterator[Shard]:
+        while count := min(len(self.starts), self.per_shard, self.limit - self.samples):
+            yield self._take(count)
 
-    def _over(self, count: int) -> bool:
-        return self.plan.max_samples is not None and self.samples + count > self.plan.max_samples
-
-    def _take(self, count: int) -> Shard:
-        starts, self.starts = self.starts[:count], self.starts[count:]
-        relative = np.array(starts, dtype=np.int64) - starts[0]
+    def _take(self, samples: int) -> Shard:
+        starts, self.starts = np.array(self.starts[:samples], dtype=np.int64), self.starts[samples:]
         length = self.plan.concat_tokens
-        self.samples += count
-        return self._plan(starts[0], starts[-1] + length, count * length, relative.tobytes())
+        begin, end = int(starts[0]), int(starts[-1]) + length
+        return self._shard(begin, end, samples, samples * length, (starts - begin).tobytes())
 
 
 class _TextPacker(Packer):
@@ -201,58 +186,38 @@ class _TextPacker(Packer):
         super().__init__(plan, folder)
         self.sizes: list[int] = []
         self.start = 0
-        self.base = mds.header_bytes(mds.shard_config(mds.text_column(), plan.compression, plan.size_limit))
-        self.used = self.base
+        self.used = self.base = mds.header_bytes(plan.shard_config)
 
     def pending_samples(self) -> int:
         return len(self.sizes)
 
-    def add(self, part: int, units: int) -> list[Shard]:
-        self._append(part, units)
-        planned = []
-        for size in np.fromfile(part_paths(self.folder, part)[1], dtype="<i4").tolist():
-            if self.plan.max_samples is not None and self.samples + len(self.sizes) >= self.plan.max_samples:
+    def _plan(self, part: int, begin: int) -> Iterator[Shard]:
+        for size in self._document_lengths(part).tolist():
+            if self.is_full:
                 break
             if size == 0:
                 continue
-            if self.sizes and self.used + size + 8 > self.plan.size_limit:
-                planned.append(self._take())
+            if self.used + size + 8 > self.plan.size_limit:
+                yield from self._plan_rest()
             self.sizes.append(size)
             self.used += size + 8
-        return planned
 
-    def finish(self) -> list[Shard]:
-        self.finished = True
-        return [self._take()] if self.sizes else []
-
-    def _take(self) -> Shard:
-        sizes, self.sizes, self.used = self.sizes, [], self.base
-        units = sum(sizes)
-        shard = self._plan(self.start, self.start + units, units, np.array(sizes, dtype=np.int64).tobytes())
-        self.start += units
-        self.samples += len(sizes)
-        return shard
+    def _plan_rest(self) -> Iterator[Shard]:
+        if self.sizes:
+            sizes, start = np.array(self.sizes, dtype=np.int64), self.start
+            self.start += sum(self.sizes)
+            self.sizes, self.used = [], self.base
+            yield self._shard(start, self.start, len(sizes), self.start - start, sizes.tobytes())
 
 
 class _IndexedPacker(Packer):
     """Every part to its place in one `.bin`."""
 
-    def pending_samples(self) -> int:
-        return 0
-
-    def add(self, part: int, units: int) -> list[Shard]:
-        offset = self.end
-        self.end += units
-        if not units:
-            return []
-        shard = Shard(self.next_shard, [[part, offset, 0]])
-        self.next_shard += 1
-        self.shard_units.append(units)
-        return [shard]
-
-    def finish(self) -> list[Shard]:
-        self.finished = True
-        return []
+    def _plan(self, part: int, begin: int) -> Iterator[Shard]:
+        self.spans.clear()  # a part is in one shard only
+        if units := self.end - begin:
+            self.shard_units.append(units)
+            yield Shard(len(self.shard_units) - 1, [[part, begin, 0]])
 
 
 def make_packer(plan: Plan, folder: Path) -> Packer:
@@ -265,7 +230,6 @@ def make_packer(plan: Plan, folder: Path) -> Packer:
 
 def samples_per_shard(plan: Plan) -> int:
     """How many samples Streaming's writer puts into a shard before it begins the next."""
-    token, length = np.dtype(plan.dtype), plan.concat_tokens
-    config = mds.shard_config(mds.token_column(token), plan.compression, plan.size_limit)
-    sample = 4 + 4 + len(mds.array_header(length)) + length * token.itemsize
-    return max(1, (plan.size_limit - mds.header_bytes(config)) // sample)
+    length, itemsize = plan.concat_tokens, np.dtype(plan.dtype).itemsize
+    sample = 4 + len(mds.row_head(length, itemsize)) + length * itemsize  # with its offset
+    return max(1, (plan.size_limit - mds.header_bytes(plan.shard_config)) // sample)

@@ -120,8 +120,7 @@ class Worker:
             ((part, offset, _),) = parts
             copy_into(folder / "tokens.bin", offset * self.dtype.itemsize, part_paths(self.folder, part)[0])
             return {}
-        column = mds.token_column(self.dtype) if self.engine else mds.text_column()
-        config = mds.shard_config(column, self.plan.compression, self.plan.size_limit)
+        config = self.plan.shard_config
         starts, ends, sizes = self._samples(parts, irregular)
         begin = mds.shard_begin(sizes, config)
 
@@ -134,7 +133,7 @@ class Worker:
                 first = last
 
         total = len(begin) + int(sizes.sum())
-        return mds.write_shard_in_chunks(folder, number, chunks(), total, len(starts), config)
+        return mds.write_shard(folder, number, chunks(), total, len(starts), config)
 
     def _samples(self, parts: Sequence[Sequence[int]], irregular: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each sample starts and ends in the parts, and its bytes in the shard; int64 [samples] each."""
@@ -150,13 +149,13 @@ class Worker:
             total = sum(end - start for _, start, end in parts)
             starts = np.arange(0, total, length, dtype=np.int64)
             ends = np.minimum(starts + length, total)
-        heads = {int(n): len(mds.row_head(int(n), self.dtype.itemsize)) for n in np.unique(ends - starts)}
-        sizes = np.array([heads[n] + n * self.dtype.itemsize for n in (ends - starts).tolist()], dtype=np.int64)
-        return starts, ends, sizes
+        width = self.dtype.itemsize
+        known = {n: len(mds.row_head(n, width)) + n * width for n in np.unique(ends - starts).tolist()}
+        return starts, ends, np.array([known[n] for n in (ends - starts).tolist()], dtype=np.int64)
 
     def _body(self, parts: Sequence[Sequence[int]], starts: np.ndarray, ends: np.ndarray) -> bytes:
         """Some samples as they stand in the shard."""
-        stream = self._read_parts(_cut_parts(parts, int(starts[0]), int(ends[-1])))
+        stream = self._read_parts(parts, int(starts[0]), int(ends[-1]))
         lengths = ends - starts
         if self.engine is not None and (lengths == lengths[0]).all() and (starts[1:] == ends[:-1]).all():
             return mds.rows_body(stream.reshape(len(starts), -1))
@@ -165,25 +164,24 @@ class Worker:
             return mds.values_body([s.tobytes() for s in samples])
         return mds.values_body([mds.token_value(s) for s in samples])
 
-    def _read_parts(self, parts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Ranges of several parts, back to back."""
-        stream = np.empty(sum(end - start for _, start, end in parts), self.dtype if self.engine else np.uint8)
-        view = memoryview(stream.data).cast("B")
-        filled = 0
-        for number, start, end in parts:
-            path = part_paths(self.folder, number)[0]
-            size = (end - start) * stream.itemsize
-            try:
-                with path.open("rb", buffering=0) as file:
-                    file.seek(start * stream.itemsize)
-                    done = 0
-                    while done < size and (count := file.readinto(view[filled + done : filled + size])):
-                        done += count
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-            if done < size:
-                raise DataError(f"{path}: shorter than when it was written; remove {self.folder} and start again")
-            filled += size
+    def _read_parts(self, parts: Sequence[Sequence[int]], start: int, end: int) -> np.ndarray:
+        """Units [start, end) of the ranges of parts, counted over all of them together."""
+        stream = np.empty(end - start, self.dtype)
+        at = 0
+        for number, first, last in parts:
+            low, high = max(start, at), min(end, at + last - first)
+            if low < high:
+                path = part_paths(self.folder, number)[0]
+                wanted = stream[low - start : high - start].data.cast("B")
+                try:
+                    with path.open("rb") as file:
+                        file.seek((first + low - at) * self.dtype.itemsize)
+                        count = file.readinto(wanted)
+                except OSError as error:
+                    raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+                if count < len(wanted):
+                    raise DataError(f"{path}: shorter than when it was written; remove {self.folder} and start again")
+            at += last - first
         return stream
 
     def run(self, head: dict[str, Any], blob: bytes, progress: Progress) -> dict[str, Any]:
@@ -214,17 +212,6 @@ def frame(
         is_text[ends - i] = False
     framed[is_text] = ids
     return framed, new_lengths
-
-
-def _cut_parts(parts: Sequence[Sequence[int]], start: int, end: int) -> list[list[int]]:
-    """The ranges of parts that hold units [start, end) of all of them together."""
-    found, at = [], 0
-    for number, first, last in parts:
-        low, high = max(start, at), min(end, at + last - first)
-        if low < high:
-            found.append([number, first + low - at, first + high - at])
-        at += last - first
-    return found
 
 
 def _piece(values: dict[str, Any]) -> Piece:
