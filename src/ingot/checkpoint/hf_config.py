@@ -24,6 +24,41 @@ ALIASES = {  # spellings that transformers takes for every model type
     "gpt2": {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
              "max_position_embeddings": "n_positions"},
 }  # fmt: skip
+KEYS: dict[str, dict[str, tuple[str, Any]]] = {  # our field: their key, and what its absence means to transformers
+    "mpt": {
+        "d_model": ("d_model", 2048), "n_heads": ("n_heads", 16), "n_layers": ("n_layers", 24),
+        "vocab_size": ("vocab_size", 50368), "max_seq_len": ("max_seq_len", 2048),
+        "norm": ("norm_type", "low_precision_layernorm"), "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "tie_word_embeddings": ("tie_word_embeddings", True), "emb_pdrop": ("emb_pdrop", 0.0),
+        "resid_pdrop": ("resid_pdrop", 0.0), "init_std": ("initializer_range", 0.02),
+    },
+    "gpt2": {
+        "d_model": ("n_embd", 768), "n_heads": ("n_head", 12), "n_layers": ("n_layer", 12),
+        "ffn_hidden_size": ("n_inner", None), "vocab_size": ("vocab_size", 50257), "max_seq_len": ("n_positions", 1024),
+        "norm_eps": ("layer_norm_epsilon", 1e-5), "tie_word_embeddings": ("tie_word_embeddings", True),
+        "emb_pdrop": ("embd_pdrop", 0.1), "resid_pdrop": ("resid_pdrop", 0.1), "attn_pdrop": ("attn_pdrop", 0.1),
+        "init_std": ("initializer_range", 0.02),
+    },
+    "gpt_neox": {
+        "d_model": ("hidden_size", 6144), "n_heads": ("num_attention_heads", 64), "n_layers": ("num_hidden_layers", 44),
+        "ffn_hidden_size": ("intermediate_size", 24576), "vocab_size": ("vocab_size", 50432),
+        "max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("layer_norm_eps", 1e-5),
+        "tie_word_embeddings": ("tie_word_embeddings", False), "parallel_residual": ("use_parallel_residual", True),
+        "rotary_base": ("rotary_emb_base", 10000.0), "rotary_pct": ("rotary_pct", 0.25),
+        "resid_pdrop": ("hidden_dropout", 0.0), "attn_pdrop": ("attention_dropout", 0.0),
+        "init_std": ("initializer_range", 0.02),
+    },
+    "llama": {
+        "d_model": ("hidden_size", 4096), "n_heads": ("num_attention_heads", 32), "n_layers": ("num_hidden_layers", 32),
+        "head_dim": ("head_dim", None), "n_kv_heads": ("num_key_value_heads", None),
+        "ffn_hidden_size": ("intermediate_size", 11008), "vocab_size": ("vocab_size", 32000),
+        "max_seq_len": ("max_position_embeddings", 2048), "norm_eps": ("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": ("tie_word_embeddings", False), "rotary_base": ("rope_theta", 10000.0),
+        "attn_pdrop": ("attention_dropout", 0.0), "init_std": ("initializer_range", 0.02),
+    },
+}  # fmt: skip
+OPEN = {"max_seq_len": "context", "ffn_hidden_size": "ffn_width", "n_kv_heads": "kv_heads", "head_dim": "head_width"}
+"""Fields that a config may leave open, and where it says what they come to."""
 
 
 def hf_class(config: ModelConfig) -> str:
@@ -44,16 +79,13 @@ def _inexpressible(config: ModelConfig, field: str, reason: str) -> CheckpointEr
 
 def _needs(config: ModelConfig, name: str) -> list[tuple[str, bool, str]]:
     """What a class hard-codes: the field, whether the model agrees, and what the class does."""
-    c = config
+    c, biased = config, name in (GPT2, NEOX)
     default_scale = c.softmax_scale is None or math.isclose(c.softmax_scale, c.head_width**-0.5)
+    norm_bias = c.norm_bias is None or c.has_norm_bias == biased
     needs = [
         ("qk_ln", not c.qk_ln, "does not normalise queries and keys"),
         ("sliding_window", c.sliding_window is None, "attends to all that came before"),
-        (
-            "norm_bias",
-            c.norm_bias is None or c.has_norm_bias == (name in (GPT2, NEOX)),
-            f"has {'biases' if name in (GPT2, NEOX) else 'none'} in its norms",
-        ),
+        ("norm_bias", norm_bias, f"has {'biases' if biased else 'none'} in its norms"),
         ("parallel_residual", not c.parallel_residual or name == NEOX, "runs attention before the MLP"),
         ("clip_qkv", c.clip_qkv is None or name == MPT, "does not clip"),
         ("softmax_scale", default_scale or name == MPT, "scales by 1/sqrt(head_dim)"),
@@ -69,7 +101,7 @@ def _needs(config: ModelConfig, name: str) -> list[tuple[str, bool, str]]:
     gelu = ("gelu",) if name == MPT else ("gelu", "gelu_tanh")
     needs += [
         ("norm", c.norm != "rmsnorm", "uses layer norms"),
-        ("no_bias", c.no_bias == (name == MPT), "has no biases" if name == MPT else "has biases"),
+        ("no_bias", c.no_bias != biased, "has biases" if biased else "has no biases"),
         ("activation", c.activation in gelu, f"has an MLP with {' or '.join(gelu)}"),
         ("n_kv_heads", c.kv_heads == c.n_heads, "has a key and a value for every head"),
         ("head_dim", c.head_width * c.n_heads == c.d_model, "cuts d_model evenly into heads"),
@@ -86,45 +118,20 @@ def _needs(config: ModelConfig, name: str) -> list[tuple[str, bool, str]]:
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """config.json for the model's class, in the keys that both old and new transformers read."""
     c, name = config, hf_class(config)
+    kind = next(kind for kind, of in CLASS_OF_TYPE.items() if of == name)
+    values = {theirs: getattr(c, OPEN.get(ours, ours)) for ours, (theirs, _) in KEYS[kind].items()}
+    values |= {"architectures": [name], "model_type": kind, "use_cache": True}
     act = "gelu" if c.activation == "gelu" else "gelu_new"
-    common: dict[str, Any] = {
-        "architectures": [name],
-        "model_type": next(kind for kind, of in CLASS_OF_TYPE.items() if of == name),
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": c.tie_word_embeddings,
-        "initializer_range": c.init_std,
-        "use_cache": True,
-    }
+    rope = {"rope_type": "default", "rope_theta": c.rotary_base}
     if name == MPT:
         attention = {"alibi": True, "alibi_bias_max": 8, "clip_qkv": c.clip_qkv, "softmax_scale": c.softmax_scale}
-        return {
-            **common, "d_model": c.d_model, "n_heads": c.n_heads, "n_layers": c.n_layers, "expansion_ratio": 4,
-            "max_seq_len": c.context, "layer_norm_epsilon": c.norm_eps, "norm_type": c.norm, "no_bias": True,
-            "learned_pos_emb": False, "emb_pdrop": c.emb_pdrop, "resid_pdrop": c.resid_pdrop, "attn_config": attention,
-        }  # fmt: skip
+        return {**values, "expansion_ratio": 4, "no_bias": True, "learned_pos_emb": False, "attn_config": attention}
     if name == GPT2:
-        return {
-            **common, "n_embd": c.d_model, "n_head": c.n_heads, "n_layer": c.n_layers, "n_inner": c.ffn_width,
-            "n_positions": c.context, "layer_norm_epsilon": c.norm_eps, "activation_function": act,
-            "embd_pdrop": c.emb_pdrop, "resid_pdrop": c.resid_pdrop, "attn_pdrop": c.attn_pdrop,
-        }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": c.rotary_base}
-    common |= {
-        "hidden_size": c.d_model, "num_attention_heads": c.n_heads, "num_hidden_layers": c.n_layers,
-        "intermediate_size": c.ffn_width, "max_position_embeddings": c.context, "attention_dropout": c.attn_pdrop,
-    }  # fmt: skip
+        return {**values, "activation_function": act}
     if name == NEOX:
-        return {
-            **common, "layer_norm_eps": c.norm_eps, "hidden_act": act, "use_parallel_residual": c.parallel_residual,
-            "hidden_dropout": c.resid_pdrop, "attention_bias": True,
-            "rotary_pct": c.rotary_pct, "rotary_emb_base": c.rotary_base,
-            "rope_parameters": {**rope, "partial_rotary_factor": c.rotary_pct},
-        }  # fmt: skip
-    return {
-        **common, "rms_norm_eps": c.norm_eps, "hidden_act": "silu", "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_width, "attention_bias": False, "mlp_bias": False,
-        "rope_theta": c.rotary_base, "rope_parameters": rope,
-    }  # fmt: skip
+        rope["partial_rotary_factor"] = c.rotary_pct
+        return {**values, "hidden_act": act, "attention_bias": True, "rope_parameters": rope}
+    return {**values, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_parameters": rope}
 
 
 def from_hf_config(values: dict[str, Any], where: str) -> ModelConfig:
@@ -135,9 +142,10 @@ def from_hf_config(values: dict[str, Any], where: str) -> ModelConfig:
     _only(values, where, quantization_config=(None,))
     aliases = ALIASES.get(kind, {})
     values = {aliases.get(key, key): value for key, value in values.items()}
-    read = {"mpt": _from_mpt, "gpt2": _from_gpt2, "gpt_neox": _from_neox, "llama": _from_llama}[kind]
+    ours = {field: values.get(theirs, absent) for field, (theirs, absent) in KEYS[kind].items()}
+    ours |= {"mpt": _from_mpt, "gpt2": _from_gpt2, "gpt_neox": _from_neox, "llama": _from_llama}[kind](values, where)
     try:
-        return ModelConfig.model_validate(read(values, where))
+        return ModelConfig.model_validate(ours)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("key", "")
@@ -170,62 +178,33 @@ def _from_mpt(v: dict[str, Any], where: str) -> dict[str, Any]:
           embedding_fraction=(1, 1.0), expansion_ratio=(4,))  # fmt: skip
     return {
         "family": "mpt", "positions": "alibi", "no_bias": True, "activation": "gelu",
-        "d_model": v.get("d_model", 2048), "n_heads": v.get("n_heads", 16), "n_layers": v.get("n_layers", 24),
-        "vocab_size": v.get("vocab_size", 50368), "max_seq_len": v.get("max_seq_len", 2048),
-        "norm": v.get("norm_type", "low_precision_layernorm"), "norm_eps": v.get("layer_norm_epsilon", 1e-5),
         "alibi_bias_max": attention.get("alibi_bias_max", 8), "clip_qkv": attention.get("clip_qkv") or None,
-        "softmax_scale": attention.get("softmax_scale"), "tie_word_embeddings": v.get("tie_word_embeddings", True),
-        "attn_pdrop": attention.get("attn_pdrop", 0.0), "emb_pdrop": v.get("emb_pdrop", 0.0),
-        "resid_pdrop": v.get("resid_pdrop", 0.0), "init_std": v.get("initializer_range", 0.02),
+        "softmax_scale": attention.get("softmax_scale"), "attn_pdrop": attention.get("attn_pdrop", 0.0),
     }  # fmt: skip
 
 
 def _from_gpt2(v: dict[str, Any], where: str) -> dict[str, Any]:
-    act = v.get("activation_function", "gelu_new")
     _only(v, where, activation_function=tuple(ACTIVATIONS), scale_attn_weights=(True,),
           scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))  # fmt: skip
-    return {
-        "family": "gpt3", "positions": "learned", "activation": ACTIVATIONS[act], "vocab_multiple": 1,
-        "d_model": v.get("n_embd", 768), "n_heads": v.get("n_head", 12), "n_layers": v.get("n_layer", 12),
-        "ffn_hidden_size": v.get("n_inner"), "vocab_size": v.get("vocab_size", 50257),
-        "max_seq_len": v.get("n_positions", 1024), "norm_eps": v.get("layer_norm_epsilon", 1e-5),
-        "tie_word_embeddings": v.get("tie_word_embeddings", True), "emb_pdrop": v.get("embd_pdrop", 0.1),
-        "resid_pdrop": v.get("resid_pdrop", 0.1), "attn_pdrop": v.get("attn_pdrop", 0.1),
-        "init_std": v.get("initializer_range", 0.02),
-    }  # fmt: skip
+    act = ACTIVATIONS[v.get("activation_function", "gelu_new")]
+    return {"family": "gpt3", "positions": "learned", "activation": act, "vocab_multiple": 1}
 
 
 def _from_neox(v: dict[str, Any], where: str) -> dict[str, Any]:
-    act = v.get("hidden_act", "gelu")
     _only(v, where, hidden_act=tuple(ACTIVATIONS), attention_bias=(True,))
     rope = _rope(v, where)
-    dropout = v.get("hidden_dropout", 0.0)
-    return {
-        "family": "neox", "activation": ACTIVATIONS[act], "parallel_residual": v.get("use_parallel_residual", True),
-        "d_model": v.get("hidden_size", 6144), "n_heads": v.get("num_attention_heads", 64),
-        "n_layers": v.get("num_hidden_layers", 44), "ffn_hidden_size": v.get("intermediate_size", 24576),
-        "vocab_size": v.get("vocab_size", 50432), "max_seq_len": v.get("max_position_embeddings", 2048),
-        "norm_eps": v.get("layer_norm_eps", 1e-5), "tie_word_embeddings": v.get("tie_word_embeddings", False),
-        "rotary_base": rope.get("rope_theta", v.get("rotary_emb_base", 10000.0)),
-        "rotary_pct": rope.get("partial_rotary_factor", v.get("rotary_pct", 0.25)),
-        "emb_pdrop": dropout, "resid_pdrop": dropout, "attn_pdrop": v.get("attention_dropout", 0.0),
-        "init_std": v.get("initializer_range", 0.02),
-    }  # fmt: skip
+    newer = {"rotary_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+    found = {field: rope[theirs] for field, theirs in newer.items() if theirs in rope}
+    act = ACTIVATIONS[v.get("hidden_act", "gelu")]
+    return {"family": "neox", "activation": act, "emb_pdrop": v.get("hidden_dropout", 0.0), **found}
 
 
 def _from_llama(v: dict[str, Any], where: str) -> dict[str, Any]:
     _only(v, where, hidden_act=("silu", "swish"), attention_bias=(False,), mlp_bias=(False,))
     rope = _rope(v, where)
     _only({**v, **rope}, where, partial_rotary_factor=(1, 1.0, None))
-    return {
-        "family": "llama", "head_dim": v.get("head_dim"), "n_kv_heads": v.get("num_key_value_heads"),
-        "d_model": v.get("hidden_size", 4096), "n_heads": v.get("num_attention_heads", 32),
-        "n_layers": v.get("num_hidden_layers", 32), "ffn_hidden_size": v.get("intermediate_size", 11008),
-        "vocab_size": v.get("vocab_size", 32000), "max_seq_len": v.get("max_position_embeddings", 2048),
-        "norm_eps": v.get("rms_norm_eps", 1e-6), "tie_word_embeddings": v.get("tie_word_embeddings", False),
-        "rotary_base": rope.get("rope_theta", v.get("rope_theta", 10000.0)),
-        "attn_pdrop": v.get("attention_dropout") or 0.0, "init_std": v.get("initializer_range", 0.02),
-    }  # fmt: skip
+    base = rope.get("rope_theta", v.get("rope_theta", 10000.0))
+    return {"family": "llama", "rotary_base": base, "attn_pdrop": v.get("attention_dropout") or 0.0}
 
 
 def _rope(v: dict[str, Any], where: str) -> dict[str, Any]:
