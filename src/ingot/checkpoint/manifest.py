@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +51,9 @@ class _Heading(msgspec.Struct):
     version: int
 
 
-class _Content(_Heading):
-    step: int
-    parts: int
-    files: dict[str, File]
-    tensors: dict[str, dict[str, Entry]]
-    state: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True):
     """What a checkpoint holds."""
 
-    folder: Path
     step: int
     parts: int
     """Files of each kind: one for each process that wrote."""
@@ -73,6 +62,8 @@ class Manifest:
     """By kind of file and name."""
     state: dict[str, Any]
     """Everything that is not a tensor: config, progress, position in metrics.jsonl."""
+    folder: Path = Path()
+    """Where it lies; not written down."""
 
     @property
     def bytes(self) -> int:
@@ -90,8 +81,8 @@ def file_name(section: str, part: int, parts: int) -> str:
     return f"{section}.safetensors" if parts == 1 else f"{section}-{part:05d}-of-{parts:05d}.safetensors"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the file that makes a folder of tensors a checkpoint, one line for each tensor."""
+def write_manifest(manifest: Manifest) -> None:
+    """Write the file that makes its folder of tensors a checkpoint, one line for each tensor."""
     content = {
         "format": FORMAT, "version": VERSION, "step": manifest.step, "parts": manifest.parts,
         "files": msgspec.to_builtins(manifest.files), "state": manifest.state,
@@ -103,7 +94,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         + "\n }"
         for section, entries in manifest.tensors.items()
     )
-    write_atomically(folder / MANIFEST, json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n')
+    text = json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n'
+    write_atomically(manifest.folder / MANIFEST, text)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -124,28 +116,24 @@ def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{where} is damaged: no manifest is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
     try:
-        json_start = msgspec.json.decode(text, type=_Heading)
+        heading = msgspec.json.decode(text, type=_Heading)
     except msgspec.ValidationError:
         raise CheckpointError(f"{where} is not a manifest of an ingot checkpoint") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged and cannot be read: {error}") from None
-    if json_start.format != FORMAT:
+    if heading.format != FORMAT:
         raise CheckpointError(f"{where} is not a manifest of an ingot checkpoint")
-    if json_start.version != VERSION:
-        age = "a newer" if json_start.version > VERSION else "an older"
-        raise CheckpointError(
-            f"{where} has format version {json_start.version}, and this ingot reads version {VERSION}; install {age} "
-            "one"
-        )
+    if (version := heading.version) != VERSION:
+        says = f"{where} has format version {version}, and this ingot reads version {VERSION}"
+        raise CheckpointError(f"{says}; install {'a newer' if version > VERSION else 'an older'} one")
     try:
-        content = msgspec.json.decode(text, type=_Content)
+        manifest = msgspec.structs.replace(msgspec.json.decode(text, type=Manifest), folder=folder)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {error}") from None
-    for name in content.files:
+    for name in manifest.files:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
             raise CheckpointError(f"{where} names a file outside its folder: {name!r}")
-    manifest = Manifest(folder, content.step, content.parts, content.files, content.tensors, content.state)
-    for section, entries in content.tensors.items():
+    for section, entries in manifest.tensors.items():
         for name, entry in entries.items():
             if problem := _problem(manifest, section, entry):
                 raise CheckpointError(f"{where} is damaged: {section} tensor {name} {problem}")

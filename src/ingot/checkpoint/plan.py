@@ -1,21 +1,25 @@
-"""Which process writes what: DCP's planner cuts and deduplicates, and its plan travels as JSON, not as pickles.
+"""Which process writes what: each what it holds, and of what several hold alike the one with the least to write.
 
-A plan depends on the layout alone, so it is made once, not at every save. One process writes everything and needs no
-planner (whose import takes half a second).
+A plan depends on the layout alone, so it is made once, not at every save. The processes talk about it in JSON, not in
+pickles as torch's own planner would have it, whose import takes half a second besides.
 """
 
 import json
 import math
 from dataclasses import dataclass
 
+import msgspec
 from torch import Tensor
 
-from ingot.checkpoint.manifest import Entry
+from ingot.checkpoint.manifest import ITEM_BYTES, Entry
 from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.shard import DTYPE_NAMES, DTYPES
+from ingot.checkpoint.shard import DTYPE_NAMES
+from ingot.parallel.weights import is_spread, local, local_offsets
 
 Tensors = dict[str, dict[str, Tensor]]
 """By kind of file and name."""
+Piece = tuple[str, str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What a process holds of a tensor: kind of file, name, type, the whole's shape, where in it this begins, its shape."""
 
 
 @dataclass(frozen=True)
@@ -30,62 +34,37 @@ class Plan:
 
 def plan_save(tensors: Tensors, ranks: Ranks, full: bool) -> Plan:
     """Divide a state among the processes; with `full`, the first has it whole and writes it all."""
-    if ranks.count == 1 or full:
-        own = [(section, name) for section, content in tensors.items() for name in content]
-        return Plan(own, 1, {kind: {n: _whole(t) for n, t in content.items()} for kind, content in tensors.items()})
-    from torch.distributed.checkpoint import DefaultSavePlanner
+    if full:
+        ranks = Ranks()
+    pieces: list[Piece] = []
+    for section, content in tensors.items():
+        for name, tensor in content.items():
+            part = local(tensor)
+            if part.numel() or not is_spread(tensor):
+                place = (tuple(tensor.shape), tuple(local_offsets(tensor)), tuple(part.shape))
+                pieces.append((section, name, DTYPE_NAMES[tensor.dtype], *place))
+    entries: dict[str, dict[str, Entry]] = {section: {} for section in tensors}
 
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    flat = {f"{section}/{name}": tensor for section, content in tensors.items() for name, tensor in content.items()}
-    planner.set_up_planner(flat, is_coordinator=ranks.first)
-    found = []
-    for item in planner.create_local_plan().items:
-        data, tensor = item.tensor_data, flat[item.index.fqn]
-        assert data is not None
-        if math.prod(data.chunk.sizes):
-            chunk = (list(data.chunk.offsets), list(data.chunk.sizes))
-            found.append((item.index.fqn, DTYPE_NAMES[tensor.dtype], list(tensor.shape), *chunk))
-    entries: dict[str, dict[str, Entry]] = {}
-    answer = ranks.ask(json.dumps(found), lambda said: _assign([json.loads(text) for text in said], entries))
-    own = [(section, name) for section, name in json.loads(answer)]
-    return Plan(own, ranks.count, entries)
+    def decide(said: list[str]) -> list[str]:
+        return _assign([msgspec.json.decode(text, type=list[Piece]) for text in said], entries)
+
+    answer = ranks.ask(msgspec.json.encode(pieces).decode(), decide)
+    return Plan(msgspec.json.decode(answer, type=list[tuple[str, str]]), ranks.count, entries)
 
 
-def _assign(found: list[list], entries: dict[str, dict[str, Entry]]) -> list[str]:
+def _assign(found: list[list[Piece]], entries: dict[str, dict[str, Entry]]) -> list[str]:
     """What each process shall write of what each has; fills `entries` with where everything will be."""
-    from torch import Size
-    from torch.distributed.checkpoint import DefaultSavePlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-    plans = []
-    for items in found:
-        plans.append(SavePlan([
-            WriteItem(
-                MetadataIndex(name, Size(offsets)), WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(Size(offsets), Size(sizes)), TensorProperties(DTYPES[dtype]), Size(shape)
-                ),
-            )
-            for name, dtype, shape, offsets, sizes in items
-        ]))  # fmt: skip
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    divided, _ = planner.create_global_plan(plans)
-    answers = []
-    for part, plan in enumerate(divided):
-        own = []
-        for item in plan.items:
-            section, _, name = item.index.fqn.partition("/")
-            data = item.tensor_data
-            assert data is not None
-            chunk = (part, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            entry = Entry(DTYPE_NAMES[data.properties.dtype], tuple(data.size), [])
-            entries.setdefault(section, {}).setdefault(name, entry).chunks.append(chunk)
-            own.append((section, name))
-        answers.append(json.dumps(own))
-    return answers
-
-
-def _whole(tensor: Tensor) -> Entry:
-    shape = tuple(tensor.shape)
-    return Entry(DTYPE_NAMES[tensor.dtype], shape, [(0, (0,) * len(shape), shape)])
+    holders: dict[Piece, list[int]] = {}
+    for rank, pieces in enumerate(found):
+        for piece in pieces:
+            holders.setdefault(piece, []).append(rank)
+    load, writers = [0] * len(found), {}
+    for piece, ranks in holders.items():
+        writers[piece] = min(ranks, key=load.__getitem__)
+        load[writers[piece]] += ITEM_BYTES[piece[2]] * math.prod(piece[3])
+    for rank, pieces in enumerate(found):
+        pieces[:] = [piece for piece in pieces if writers[piece] == rank]
+        for section, name, dtype, shape, offsets, sizes in pieces:
+            entry = entries.setdefault(section, {}).setdefault(name, Entry(dtype, shape, []))
+            entry.chunks.append((rank, offsets, sizes))
+    return [json.dumps([piece[:2] for piece in pieces]) for pieces in found]

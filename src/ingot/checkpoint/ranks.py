@@ -5,6 +5,7 @@ Not by collectives: a save goes on behind the training step, and collectives of 
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -13,11 +14,7 @@ from ingot.parallel.world import World
 
 TIMEOUT = timedelta(hours=2)  # of the slowest disk; that a process has died is for its supervisor to find
 FAILED = "failed: "
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """A wait on the store's one connection would hold up everybody else in this process."""
-    return store.clone()  # type: ignore[attr-defined]
+T = TypeVar("T")
 
 
 class Ranks:
@@ -29,7 +26,8 @@ class Ranks:
         self._round = 0
         self._store: dist.Store | None = None
         if world is not None and self.count > 1:
-            self._store = dist.PrefixStore(f"ingot/{topic}", _own_connection(world.store))
+            # its own connection: a wait on the one that all share would hold up everybody else in this process
+            self._store = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]
 
     @property
     def first(self) -> bool:
@@ -71,11 +69,13 @@ class Ranks:
             store.delete_key(f"{number - 2}/all")
         return answer
 
-    def agree(self, action: Callable[[], None]) -> str:
-        """Do something on every process; gives the first problem that any of them had, the same on all."""
+    def agree(self, action: Callable[[], T]) -> T:
+        """Do something on every process; the first problem that any of them had is raised on all."""
+        own = "-"
         try:
-            action()
-            problem = ""
+            result = action()
         except IngotError as error:
-            problem = str(error)
-        return self.ask(problem or "-", lambda said: next((text for text in said if text != "-"), ""))
+            own = str(error)
+        if problem := self.ask(own, lambda said: next((text for text in said if text != "-"), "")):
+            raise CheckpointError(problem)
+        return result

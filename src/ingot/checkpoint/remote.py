@@ -3,15 +3,17 @@ folder. The manifest goes up last and is read first, as on a disk.
 """
 
 import json
+import os
 import re
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from msgspec.structs import replace
 
 from ingot.checkpoint.manifest import (
     MANIFEST,
@@ -67,11 +69,10 @@ class Place:
         if self.remote.folder is not None:
             verify_file(self.remote.folder / self.prefix / name, expected)
         else:
-            self._read(name, expected, lambda chunk: None)
+            self.fetch(name, expected, Path(os.devnull))
 
     def fetch(self, name: str, expected: File, target: Path) -> None:
         """Copy a file here, checked on the way."""
-        target.parent.mkdir(parents=True, exist_ok=True)
 
         def attempt() -> None:
             with target.open("wb") as file:
@@ -80,18 +81,12 @@ class Place:
         if self.remote.folder is not None:
             verify_file(self.remote.folder / self.prefix / name, expected)
         try:
-            self._tried(name, attempt)
-        except OSError as error:
-            raise disk_error("write", target, error) from None
-
-    def _read(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
-        self._tried(name, lambda: self._stream(name, expected, use))
-
-    def _tried(self, name: str, action: Callable[[], None]) -> None:
-        try:
-            self.remote.retry(self.prefix + name, action)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.remote.retry(self.prefix + name, attempt)
         except NotThere:
             raise CheckpointError(f"checkpoint {self} is incomplete: {name} is missing") from None
+        except OSError as error:
+            raise disk_error("write", target, error) from None
 
     def _stream(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
         digest, size = xxhash.xxh3_128(), 0
@@ -127,14 +122,13 @@ def newest_good(run: Path, ranks: Ranks, remote: Remote | None = None) -> tuple[
     """
     problems: list[str] = []
     for step, here in json.loads(ranks.ask("-", lambda said: json.dumps(_candidates(run, remote)))):
-        if here:
-            manifest, problem = _check(run / CHECKPOINTS / str(step), ranks)
-        else:
+        try:
+            if here:
+                return _check(run / CHECKPOINTS / str(step), ranks), problems
             assert remote is not None
-            manifest, problem = fetch_into_run(Place(remote, f"{CHECKPOINTS}/{step}/"), run, ranks)
-        if manifest is not None:
-            return manifest, problems
-        problems.append(problem)
+            return fetch_into_run(Place(remote, f"{CHECKPOINTS}/{step}/"), run, ranks), problems
+        except CheckpointError as error:
+            problems.append(str(error))
     if problems:
         raise CheckpointError(f"{problems[0]}; no other checkpoint of this run is intact: start over with --fresh")
     return None, problems
@@ -150,46 +144,42 @@ def _candidates(run: Path, remote: Remote | None) -> list[tuple[int, bool]]:
     return sorted(steps, reverse=True)
 
 
-def _check(folder: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
-    found: list[Manifest] = []
+def _check(folder: Path, ranks: Ranks) -> Manifest:
+    def own_share() -> Manifest:
+        manifest = read_manifest(folder)
+        verify(manifest, share_of(manifest, ranks))
+        return manifest
 
-    def own_share() -> None:
-        found.append(read_manifest(folder))
-        verify(found[0], share_of(found[0], ranks))
-
-    problem = ranks.agree(own_share)
-    return (None, problem) if problem else (found[0], "")
+    return ranks.agree(own_share)
 
 
-def fetch(place: Place, folder: Path, ranks: Ranks, sections: list[str] | None = None) -> tuple[Manifest | None, str]:
-    """Copy a checkpoint, or some kinds of its files, into a folder, each process its share; or what went wrong."""
-    found: list[Manifest] = []
+def fetch(place: Place, folder: Path, ranks: Ranks, sections: list[str] | None = None) -> Manifest:
+    """Copy a checkpoint, or some kinds of its files, into a folder, each process its share."""
 
-    def own_share() -> None:
-        found.append(replace(place.manifest(), folder=folder))
-        for name in share_of(found[0], ranks, sections):
-            place.fetch(name, found[0].files[name], folder / name)
+    def own_share() -> Manifest:
+        manifest = replace(place.manifest(), folder=folder)
+        for name in share_of(manifest, ranks, sections):
+            place.fetch(name, manifest.files[name], folder / name)
+        return manifest
 
-    problem = ranks.agree(own_share)
-    return (None, problem) if problem else (found[0], "")
+    return ranks.agree(own_share)
 
 
-def fetch_into_run(place: Place, run: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
+def fetch_into_run(place: Place, run: Path, ranks: Ranks) -> Manifest:
     """Make a checkpoint from elsewhere one of a run's own."""
     draft = run / CHECKPOINTS / f"{DRAFT}fetch"
-    manifest, problem = fetch(place, draft, ranks)
+    manifest = fetch(place, draft, ranks)
 
     def commit() -> None:
-        if ranks.first and manifest is not None:
-            try:
-                write_manifest(draft, manifest)
+        try:
+            if ranks.first:
+                write_manifest(manifest)
                 put_in_place(draft, manifest.step)
-            except OSError as error:
-                raise disk_error("write", draft, error) from None
+        except OSError as error:
+            raise disk_error("write", draft, error) from None
 
-    if manifest is None or (problem := ranks.agree(commit)):
-        return None, problem
-    return replace(manifest, folder=run / CHECKPOINTS / str(manifest.step)), ""
+    ranks.agree(commit)
+    return replace(manifest, folder=run / CHECKPOINTS / str(manifest.step))
 
 
 def upload(manifest: Manifest, remote: Remote, names: list[str]) -> None:
@@ -205,16 +195,13 @@ def copy_checkpoint(place: Place, to: str) -> Place:
     """Copy a checkpoint to another run folder or URL, verified before its manifest makes it one there."""
     target = Remote(to)
     with ExitStack() as stack:
-        manifest = place.manifest()
         if place.remote.folder is not None:
+            manifest = place.manifest()
             verify(manifest)
         else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-copy-")))
-            fetched, problem = fetch(place, folder, Ranks())
-            if fetched is None:
-                raise CheckpointError(problem)
-            write_manifest(folder, fetched)
-            manifest = fetched
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-copy-"))
+            manifest = fetch(place, Path(folder), Ranks())
+            write_manifest(manifest)
         try:
             if place.prefix and place.remote.folder is not None:
                 _put_run_files(place.remote.folder, target)
@@ -255,9 +242,11 @@ class Uploader:
 
     def _run(self, folder: Path) -> None:
         try:
-            self.problem = self.ranks.agree(lambda: self._own_share(folder)) or self.ranks.agree(
-                lambda: self._commit(folder)
-            )
+            self.ranks.agree(lambda: self._own_share(folder))
+            self.ranks.agree(lambda: self._commit(folder))
+            self.problem = None
+        except CheckpointError as error:
+            self.problem = str(error)
         except Exception as error:  # nothing that happens here may end the run
             self.problem = f"{type(error).__name__}: {error}"
         self.step = None

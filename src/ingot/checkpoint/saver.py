@@ -171,8 +171,7 @@ class Saver:
                 for name in files:
                     if not (draft / name).is_file():
                         raise OSError(f"{name}, written by another process, is not there; all need one file system")
-                manifest = Manifest(draft, step, plan.parts, files, plan.entries, state)
-                write_manifest(draft, manifest)
+                write_manifest(Manifest(step, plan.parts, files, plan.entries, state, draft))
                 target = put_in_place(draft, step)
                 return json.dumps({"saved": str(target), "upload": self.after(step, final)})
         except OSError as error:

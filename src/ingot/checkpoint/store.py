@@ -53,7 +53,7 @@ def save_checkpoint(
             name = file_name(section, 0, 1)
             files[name] = write_shard(draft / name, content, partial(get, section) if get is not None else None)
         plan = plan_save(tensors, Ranks(), full=True)
-        write_manifest(draft, Manifest(draft, step, 1, files, plan.entries, state))
+        write_manifest(Manifest(step, 1, files, plan.entries, state, draft))
         return put_in_place(draft, step)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

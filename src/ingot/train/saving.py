@@ -181,10 +181,7 @@ class Saving:
             places = find_places(path)
             if not places:
                 raise CheckpointError(f"{path} holds no checkpoint")
-            manifest, problem = fetch(places[-1], draft, self.ranks, [MODEL])
-            if manifest is None:
-                raise CheckpointError(problem)
-            tensors: TensorReader = CheckpointTensors(manifest)
+            tensors: TensorReader = CheckpointTensors(fetch(places[-1], draft, self.ranks, [MODEL]))
         else:
             found, tensors = open_weights(Path(path))
             model = self.config.model
