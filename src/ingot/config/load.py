@@ -8,7 +8,7 @@ Files of other stacks are recognised by their keys and translated (`dialects`); 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +19,10 @@ from pydantic import BaseModel, ValidationError
 
 from ingot.config.arguments import read_script, read_words
 from ingot.config.dialects import DIALECTS
-from ingot.config.dialects.table import Dialect, Translation, flatten
+from ingot.config.dialects.table import Dialect, Translation, ancestors, flatten
 from ingot.config.recipes import find_recipe
 from ingot.config.schema import closest_key, known_keys
+from ingot.config.secrets import strings_in
 from ingot.errors import ConfigError
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
@@ -29,20 +30,12 @@ SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: a restart with less memory adds it
 
 
-@dataclass
-class Origins:
+class Origins(dict[str, str]):
     """Which file and line, or which override, last set each dotted key."""
-
-    places: dict[str, str] = field(default_factory=dict)
-
-    def record(self, keys: dict[str, str]) -> None:
-        self.places.update(keys)
 
     def of(self, key: str) -> str:
         """The place of a key, or of the nearest section around it."""
-        while key and key not in self.places:
-            key = key.rpartition(".")[0]
-        return self.places.get(key, "")
+        return next((self[k] for k in (key, *ancestors(key)) if k in self), "")
 
 
 def load_config(
@@ -61,7 +54,7 @@ def load_config(
     else:
         origins, merged = Origins(), OmegaConf.create(base or {})
         for source in command.sources:
-            origins.record(source.places)
+            origins |= source.places
             merged = _merge(merged, _expand(source.content, schema), str(source.path))
         for override in command.overrides:
             merged = _merge(merged, _expand(_read_override(override, origins), schema), f"command line: {override}")
@@ -200,25 +193,16 @@ def _underscored(source: Source) -> tuple[DictConfig, dict[str, str]]:
 
 
 def _read_source(path: Path) -> Source:
-    places = Origins()
     if path.suffix in SCRIPTS:
         given, lines = read_words(read_script(path))
         return Source(path, OmegaConf.create(given), lines)
-    content, lines = _read_yaml(path, places), places.places
-    if isinstance(arguments := content.pop("MODEL_ARGS", None), DictConfig):  # a test case of Megatron's own
-        lines = {key.removeprefix("MODEL_ARGS."): line for key, line in lines.items()}
-        content = _merge(content, arguments, str(path))
-    return Source(path, content, lines)
-
-
-def _read_yaml(path: Path, origins: Origins) -> DictConfig:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             json.loads(text)
             text = text.expandtabs(1)  # JSON may be indented with tabs, YAML may not
-        node = yaml.compose(text)
-        content = OmegaConf.create(text) if node is not None else OmegaConf.create({})
+        node = yaml.compose(text) or yaml.MappingNode("", [])  # an empty file
+        content = OmegaConf.create(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except yaml.MarkedYAMLError as error:
@@ -227,11 +211,13 @@ def _read_yaml(path: Path, origins: Origins) -> DictConfig:
         raise ConfigError(f"{path}{line}: not valid {kind}: {error.problem}") from None
     except (OmegaConfBaseException, UnicodeDecodeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(content, DictConfig) or (node is not None and not isinstance(node, yaml.MappingNode)):
+    if not isinstance(content, DictConfig) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: a config file must be a mapping of keys to values")
-    if node is not None:
-        origins.record(_key_lines(node, path))
-    return content
+    lines = _key_lines(node, path)
+    if isinstance(arguments := content.pop("MODEL_ARGS", None), DictConfig):  # a test case of Megatron's own
+        lines = {key.removeprefix("MODEL_ARGS."): line for key, line in lines.items()}
+        content = _merge(content, arguments, str(path))
+    return Source(path, content, lines)
 
 
 def _key_lines(node: yaml.Node, path: Path, prefix: str = "") -> dict[str, str]:
@@ -252,7 +238,7 @@ def _read_override(override: str, origins: Origins) -> DictConfig:
         content = OmegaConf.from_dotlist([override])
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"command line: cannot read '{override}': {str(error).splitlines()[0]}") from None
-    origins.record({key: "command line"})
+    origins[key] = "command line"
     return content
 
 
@@ -274,10 +260,9 @@ def _merge(base: DictConfig, layer: DictConfig, place: str) -> DictConfig:
 
 
 def _resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
-    raw = OmegaConf.to_container(merged, resolve=False)
-    for key, value in _leaves(raw):
+    for key, value in strings_in(OmegaConf.to_container(merged, resolve=False)):
         # `${name:...}` runs code of a resolver, such as reading the environment; a config is data only.
-        if isinstance(value, str) and "${" in value and ":" in value.split("${", 1)[1].split("}", 1)[0]:
+        if "${" in value and ":" in value.split("${", 1)[1].split("}", 1)[0]:
             raise ConfigError(f"{origins.of(key)}: {key} = {value!r} calls a resolver; only ${{other.key}} is allowed")
     try:
         values = OmegaConf.to_container(merged, resolve=True)
@@ -287,14 +272,6 @@ def _resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
         raise ConfigError(f"{place}{key}: {str(error).splitlines()[0]}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def _leaves(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [leaf for k, v in value.items() for leaf in _leaves(v, f"{prefix}.{k}" if prefix else str(k))]
-    if isinstance(value, list):
-        return [leaf for v in value for leaf in _leaves(v, prefix)]
-    return [(prefix, value)]
 
 
 def _describe(error: Any, schema: type[BaseModel], origins: Origins) -> str:

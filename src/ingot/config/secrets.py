@@ -23,13 +23,18 @@ def redact(text: str, env: Mapping[str, str] = os.environ) -> str:
     return text
 
 
-def secret_in(values: Any, prefix: str = "") -> Iterator[str]:
+def secret_in(values: Any) -> Iterator[str]:
     """The dotted keys of a config whose value is a URL with a password or a signature in it."""
+    return (key for key, value in strings_in(values) if IN_URL.search(value))
+
+
+def strings_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every string of a config, with its dotted key; what stands in a list has the key of the list."""
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from secret_in(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from strings_in(value, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from secret_in(value, prefix)
-    elif isinstance(values, str) and IN_URL.search(values):
-        yield prefix
+            yield from strings_in(value, prefix)
+    elif isinstance(values, str):
+        yield prefix, values

@@ -7,25 +7,18 @@ batches.
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
-UNITS = {
-    "ba": "batches (optimizer steps)",
-    "ep": "epochs",
-    "sp": "samples (sequences)",
-    "tok": "tokens",
-    "dur": "fraction of max_duration",
-    "sec": "seconds",
-    "min": "minutes",
-    "h": "hours",
-}
+# batches (optimizer steps), epochs, samples (sequences), tokens, fraction of max_duration, wall-clock time
+UNITS = ("ba", "ep", "sp", "tok", "dur", "sec", "min", "h")
 SECONDS = {"sec": 1.0, "min": 60.0, "h": 3600.0}
 MULTIPLIERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-PATTERN = r"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)(ba|ep|sp|tok|dur|sec|min|h)"
+PATTERN = rf"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)({'|'.join(UNITS)})"
 
 
 @dataclass(frozen=True)
@@ -41,9 +34,11 @@ class Time:
             return text
         match = re.fullmatch(PATTERN, str(text).strip())
         if match is None:
-            units = ", ".join(f"{text}{u}" for u in ("ba", "ep", "tok")) if _is_number(text) else "4800ba, 1ep, 2.5Btok"
-            problem = "has no unit" if _is_number(text) else "is not a duration"
-            raise ValueError(f"{text!r} {problem}; write for example {units} (units: {', '.join(UNITS)})")
+            problem, examples = "is not a duration", "4800ba, 1ep, 2.5Btok"
+            with suppress(ValueError):
+                float(str(text))
+                problem, examples = "has no unit", ", ".join(f"{text}{u}" for u in ("ba", "ep", "tok"))
+            raise ValueError(f"{text!r} {problem}; write for example {examples} (units: {', '.join(UNITS)})")
         number, multiplier, unit = match.groups()
         return cls(float(number.replace("_", "")) * MULTIPLIERS[multiplier], unit)
 
@@ -110,11 +105,3 @@ class Clock:
     def interval(self, time: Time) -> int:
         """Every how many batches something happens; 0 for never."""
         return max(1, round(self.batches(time))) if time.value > 0 else 0
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(str(value))
-    except ValueError:
-        return False
-    return True
