@@ -149,7 +149,7 @@ def locate(path: Path, split: str | None) -> tuple[str, Path]:
         base = base.with_suffix("")
     if (base / "index.json").is_file():
         return "mds", base
-    prefixes = [base] if _with(base, ".idx").is_file() else []
+    prefixes = [base] if Path(f"{base}.idx").is_file() else []
     if not prefixes and base.is_dir():
         prefixes = [p.with_suffix("") for p in sorted(base.glob("*.idx"))]
     if not prefixes and split and path.is_dir():
@@ -158,10 +158,10 @@ def locate(path: Path, split: str | None) -> tuple[str, Path]:
         names = ", ".join(p.name for p in prefixes)
         raise DataError(f"{base} holds several data sets: {names}; name one of them with path={base}/NAME")
     if prefixes:
-        if not _with(prefixes[0], ".bin").is_file():
+        if not Path(f"{prefixes[0]}.bin").is_file():
             raise DataError(f"{prefixes[0]}.idx is there but {prefixes[0].name}.bin is not; copy both")
         return "indexed", prefixes[0]
-    splits = _splits(path)
+    splits = sorted(split_folders(path) | {p.stem for p in path.glob("*.idx")})
     if split and splits:
         raise DataError(f"{path} has no split '{split}'; it has {', '.join(splits)}")
     if splits:
@@ -171,15 +171,9 @@ def locate(path: Path, split: str | None) -> tuple[str, Path]:
     raise DataError(f"{base} holds neither an index.json (MDS) nor a .idx file (Megatron); see `ingot prepare`")
 
 
-def _splits(path: Path) -> list[str]:
-    if not path.is_dir():
-        return []
-    folders = [p.parent.name for p in path.glob("*/index.json")] + [p.parent.name for p in path.glob("*/*.idx")]
-    return sorted(set(folders) | {p.stem for p in path.glob("*.idx")})
-
-
-def _with(prefix: Path, suffix: str) -> Path:
-    return prefix.with_name(prefix.name + suffix)
+def split_folders(path: Path) -> set[str]:
+    """The folders right below that hold data."""
+    return {p.parent.name for p in (*path.glob("*/index.json"), *path.glob("*/*.idx"))}
 
 
 def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None) -> Windows:
@@ -202,6 +196,7 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
 
         return cache.open(wanted(number), opener) if cache else opener(folder / infos[number].raw.basename)
 
+    fetch_ahead = _fetch_ahead(cache, wanted) if cache else None
     tokens = tokens_by_index(infos, raw_type) if cache else None
     if meta.shard_tokens:
         if list(meta.shard_tokens) != [info.raw.basename for info in infos]:
@@ -209,8 +204,16 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
                 f"{folder}/meta.json describes other shards than index.json; delete it to have them counted"
             )
         tokens = list(meta.shard_tokens.values())
-    if tokens is None:
-        tokens = _count(cache, wanted, open_shard, len(infos))
+    if tokens is None:  # data of other tools that is not cut to one length: all shards are opened
+        numbers = range(len(infos))
+        try:
+            if fetch_ahead:
+                fetch_ahead([], list(numbers))
+            tokens = [open_shard(i).tokens for i in follow("counting the tokens of all shards", numbers)]
+        except BaseException:
+            if cache is not None:
+                cache.close()
+            raise
     return Windows(
         "MDS", place.remote or str(folder), [info.raw.basename for info in infos], tokens, open_shard, seq_len,
         vocab_size,
@@ -218,16 +221,16 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
         identity=[[s.raw.basename, s.raw.bytes, s.raw.hashes, t] for s, t in zip(infos, tokens, strict=True)],
         block_tokens=sum(tokens) // max(1, len(tokens)),
         meta=meta,
-        tokenizer_folder=_tokenizer_folder(folder),
-        fetch_ahead=_fetch_ahead(cache, wanted) if cache else None,
+        tokenizer_folder=tokenizer_folder(folder, folder.parent),
+        fetch_ahead=fetch_ahead,
     )  # fmt: skip
 
 
 def _open_indexed(
     prefix: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None
 ) -> Windows:
-    index = IndexFile(_with(prefix, ".idx"))
-    bin_path = _with(prefix, ".bin")
+    index = IndexFile(Path(f"{prefix}.idx"))
+    bin_path = Path(f"{prefix}.bin")
     found = (cache.remote.size(bin_path.name) or 0) if cache else bin_path.stat().st_size
     expected = index.tokens * index.dtype.itemsize
     if found != expected:
@@ -260,25 +263,11 @@ def _open_indexed(
         identity=[prefix.name, index.tokens, index.digest(), *([span] if place.documents else [])],
         block_tokens=min(chunk, index.tokens),
         span=span,
-        meta=read_meta(_with(prefix, ".meta.json")),
-        tokenizer_folder=_tokenizer_folder(prefix.parent),
+        meta=read_meta(Path(f"{prefix}.meta.json")),
+        tokenizer_folder=tokenizer_folder(*prefix.parents[:2]),
         index=index,
         fetch_ahead=_fetch_ahead(cache, wanted) if cache else None,
     )  # fmt: skip
-
-
-def _count(
-    cache: Cache | None, wanted: Callable[[int], Wanted], open_shard: Callable[[int], MdsShard], shards: int
-) -> list[int]:
-    """Tokens in each shard, by opening all of them: data of other tools that is not cut to one length."""
-    try:
-        if cache is not None:
-            _fetch_ahead(cache, wanted)([], list(range(shards)))
-        return [open_shard(i).tokens for i in follow("counting the tokens of all shards", range(shards))]
-    except BaseException:
-        if cache is not None:
-            cache.close()
-        raise
 
 
 def _fetch_ahead(cache: Cache, wanted: Callable[[int], Wanted]) -> Callable[[list[int], list[int]], None]:
@@ -303,6 +292,6 @@ def read_meta(path: Path) -> Meta:
         raise DataError(f"{path} cannot be read ({error}); delete it to have the shards counted instead") from None
 
 
-def _tokenizer_folder(folder: Path) -> Path | None:
-    places = [folder / "tokenizer", folder.parent / "tokenizer"]
-    return next((p for p in places if (p / "tokenizer.json").is_file()), None)
+def tokenizer_folder(*places: Path) -> Path | None:
+    """The first of some folders in which a tokenizer came along."""
+    return next((p / "tokenizer" for p in places if (p / "tokenizer" / "tokenizer.json").is_file()), None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ingot.data.cache import verify_file
 from ingot.data.config import SourceConfig
-from ingot.data.dataset import fetch_index, locate, open_dataset
+from ingot.data.dataset import fetch_index, locate, open_dataset, split_folders, tokenizer_folder
 from ingot.data.indexed import IndexFile
 from ingot.data.loader import Loader
 from ingot.data.mds import read_index
@@ -27,8 +27,7 @@ def find_splits(path: str, split: str | None) -> list[str | None]:
     folder = Path(path)
     if split or "://" in path or (folder / "index.json").is_file() or not folder.is_dir():
         return [split]
-    found = {p.parent.name for p in (*folder.glob("*/index.json"), *folder.glob("*/*.idx"))}
-    return [s for s in sorted(found) if not s.startswith(".")] or [None]
+    return [s for s in sorted(split_folders(folder)) if not s.startswith(".")] or [None]
 
 
 def describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
@@ -38,12 +37,12 @@ def describe(path: str, split: str | None, local: Path | None, verify: bool) -> 
         verify = False  # the loader verifies each shard as it arrives
     else:
         kind, place = locate(Path(path), split)
-    meta_path = place / "meta.json" if kind == "mds" else place.with_name(f"{place.name}.meta.json")
+    meta_path = place / "meta.json" if kind == "mds" else Path(f"{place}.meta.json")
     if kind == "mds":
         yield from _describe_mds(place, verify)
     else:
-        index = IndexFile(place.with_name(f"{place.name}.idx"))
-        binary = place.with_name(f"{place.name}.bin")
+        index = IndexFile(Path(f"{place}.idx"))
+        binary = Path(f"{place}.bin")
         expected = index.tokens * index.dtype.itemsize
         if "://" not in path and binary.stat().st_size != expected:
             raise DataError(f"{binary} has {binary.stat().st_size:,} bytes where its index says {expected:,}")
@@ -55,7 +54,8 @@ def describe(path: str, split: str | None, local: Path | None, verify: bool) -> 
     meta = json.loads(meta_path.read_text(encoding="utf-8"))
     about = "about " if meta.get("prepare", {}).get("report", {}).get("is_estimate") else ""
     yield f"{about}{meta['documents']:,} documents, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
-    if tokenizer := find_tokenizer(place):
+    if folder := tokenizer_folder(place, *place.parents[:2]):
+        tokenizer = load_tokenizer(folder)
         made_with = meta.get("prepare", {}).get("tokenizer")
         if meta["max_token"] >= tokenizer.vocab_size or (made_with and made_with != tokenizer.fingerprint()):
             raise DataError(f"{place}: the tokenizer beside it is not the one that made the data")
@@ -112,14 +112,6 @@ def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, b
         loader.close()
     seconds = time.monotonic() - started
     yield f"loader: {batches * batch_samples / seconds:,.0f} samples/s of {seq_len} tokens"
-
-
-def find_tokenizer(place: Path) -> Tokenizer | None:
-    """The tokenizer that lies in a data set's folder, or beside it."""
-    for folder in (place / "tokenizer", place.parent / "tokenizer", place.parent.parent / "tokenizer"):
-        if (folder / "tokenizer.json").is_file():
-            return load_tokenizer(folder)
-    return None
 
 
 def _open(path: str, split: str | None, local: Path | None, seq_len: int) -> tuple[Dataset, Tokenizer | None]:

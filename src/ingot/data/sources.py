@@ -107,15 +107,8 @@ def read_piece(piece: Piece, handed: bytes, options: ReadOptions, find_cut: Find
 
 def pack_block(block: Block) -> bytes:
     """A block as bytes that travel to a worker: a JSON head, lengths, UTF-8."""
-    head = json.dumps(
-        {
-            "records": None if block.records is None else block.records.tolist(),
-            "first_record": block.first_record,
-            "bad": block.bad,
-            "record_count": block.record_count,
-            "path": block.path,
-        }
-    ).encode()
+    records = None if block.records is None else block.records.tolist()
+    head = json.dumps([records, block.first_record, block.bad, block.record_count, block.path]).encode()
     lengths = np.array([len(text) for text in block.texts], dtype="<u4").tobytes()
     return b"".join((struct.pack("<II", len(head), len(block.texts)), head, lengths, *block.texts))
 
@@ -123,14 +116,13 @@ def pack_block(block: Block) -> bytes:
 def unpack_block(data: bytes) -> Block:
     """The block of `pack_block`."""
     head_size, count = struct.unpack_from("<II", data)
-    head = json.loads(data[8 : 8 + head_size])
+    records, first_record, bad, record_count, path = json.loads(data[8 : 8 + head_size])
     begin = 8 + head_size + 4 * count
     lengths = np.frombuffer(data, dtype="<u4", count=count, offset=8 + head_size)
     ends = (np.cumsum(lengths, dtype=np.int64) + begin).tolist()
     texts = [data[a:b] for a, b in zip([begin, *ends[:-1]], ends, strict=True)] if count else []
-    records = None if head["records"] is None else np.array(head["records"], dtype=np.int64)
-    bad = [(int(r), str(why)) for r, why in head["bad"]]
-    return Block(texts, records, head["first_record"], bad, head["record_count"], head["path"])
+    records = None if records is None else np.array(records, dtype=np.int64)
+    return Block(texts, records, first_record, [tuple(entry) for entry in bad], record_count, path)
 
 
 def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,62 +91,58 @@ class Dataset(ABC):
         """Where documents begin in the inputs of samples [n] -> bool [n, S]; each first position counts as one."""
 
 
+@dataclass(eq=False, repr=False)
 class Windows(Dataset):
     """Windows of `seq_len` tokens over shards that are opened when first read."""
 
-    def __init__(
-        self,
-        kind: str,
-        where: str,
-        names: Sequence[str],
-        shard_tokens: Sequence[int],
-        open_shard: Callable[[int], Shard],
-        seq_len: int,
-        vocab_size: int | None,
-        *,
-        dtype: np.dtype,  # of the tokens in all shards, or one that holds them
-        identity: Any,  # what distinguishes this data from other data
-        block_tokens: int,  # about the tokens of a shard
-        meta: Meta,
-        tokenizer_folder: Path | None = None,
-        index: IndexFile | None = None,
-        fetch_ahead: Callable[[list[int], list[int]], None] | None = None,  # shards needed now and soon
-        span: tuple[int, int] | None = None,  # the tokens that belong to the data, where not all of the shards' do
-    ):
-        self.kind, self.where, self.seq_len, self.vocab_size = kind, where, seq_len, vocab_size
+    kind: str
+    where: str
+    names: Sequence[str]  # of the shards
+    shard_tokens: InitVar[Sequence[int]]
+    open_shard: Callable[[int], Shard]
+    seq_len: int
+    vocab_size: int | None
+    _: KW_ONLY
+    dtype: np.dtype  # of the tokens in all shards, or one that holds them
+    identity: Any  # what distinguishes this data from other data
+    block_tokens: int  # about the tokens of a shard
+    meta: Meta
+    tokenizer_folder: Path | None = None
+    index: IndexFile | None = None
+    fetch_ahead: Callable[[list[int], list[int]], None] | None = None  # shards needed now and soon
+    span: InitVar[tuple[int, int] | None] = None  # the tokens that belong to the data, where not all of the shards' do
+    unscored: int | None = None  # what follows this token is not to be predicted
+
+    def __post_init__(self, shard_tokens: Sequence[int], span: tuple[int, int] | None) -> None:
         stored = int(sum(shard_tokens))
         self._begin, self._end = span or (0, stored)
         self.tokens = self._end - self._begin
         if self.tokens < 2:
-            raise DataError(f"{where} is empty: {self.tokens} tokens, and training needs at least 2; prepare it again")
-        self.samples = -(-(self.tokens - 1) // seq_len)
-        self.meta = meta
-        self.unscored: int | None = None  # what follows this token is not to be predicted
-        self.tokenizer_folder = tokenizer_folder
+            raise DataError(
+                f"{self.where} is empty: {self.tokens} tokens, and training needs at least 2; prepare it again"
+            )
+        self.samples = -(-(self.tokens - 1) // self.seq_len)
         self.bytes_per_token = self.meta.bytes / stored if self.meta.bytes else None
-        self._names = names
         self._first = np.concatenate([[0], np.cumsum(np.asarray(shard_tokens, np.int64))]).tolist()  # token of shard
-        self._open_shard = open_shard
         self._open: dict[int, Shard] = {}  # in the order of opening
         self._lock = threading.Lock()
-        self._dtype, self._unsigned = dtype, np.dtype(f"u{dtype.itemsize}")
-        self._identity, self._index, self._block_tokens = identity, index, block_tokens
-        self._fetch_ahead = fetch_ahead
+        self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._announced = range(0)
-        if vocab_size is not None and self.meta.max_token is not None and self.meta.max_token >= vocab_size:
+        highest, size = self.meta.max_token, self.vocab_size
+        if highest is not None and size is not None and highest >= size:
             raise DataError(
-                f"{where} holds token ids up to {self.meta.max_token}, beyond the model's vocabulary of {vocab_size}; "
-                f"set model.vocab_size to at least {self.meta.max_token + 1} or prepare it with the model's tokenizer"
+                f"{self.where} holds token ids up to {highest}, beyond the model's vocabulary of {size}; set "
+                f"model.vocab_size to at least {highest + 1} or prepare it with the model's tokenizer"
             )
 
     def describe(self) -> str:
-        shards = f"{len(self._names):,} shard{'s' * (len(self._names) != 1)}"
+        shards = f"{len(self.names):,} shard{'s' * (len(self.names) != 1)}"
         return (
             f"{self.kind} {self.where}: {self.tokens:,} tokens in {shards}, {self.samples:,} samples of {self.seq_len}"
         )
 
     def fingerprint(self) -> str:
-        text = json.dumps([self.kind, self.seq_len, self._identity], sort_keys=True)
+        text = json.dumps([self.kind, self.seq_len, self.identity], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def state(self, position: int | None = None) -> dict[str, Any]:
@@ -161,11 +157,11 @@ class Windows(Dataset):
 
     def order(self, seed: int, shuffle: bool) -> Order:
         # In blocks of about a shard.
-        block = min(max(1, self._block_tokens // self.seq_len), MAX_BLOCK_SAMPLES)
+        block = min(max(1, self.block_tokens // self.seq_len), MAX_BLOCK_SAMPLES)
         return Order(self.samples, seed, shuffle, block)
 
     def announce(self, order: Order, position: int) -> None:
-        if self._fetch_ahead is None or position in self._announced:
+        if self.fetch_ahead is None or position in self._announced:
             return
         spans, end = order.window_at(position)
         self._announced = range(position, end)
@@ -173,7 +169,7 @@ class Windows(Dataset):
         with self._lock:  # a map of an evicted file would still occupy the disk
             for number in set(self._open) - set(now) - set(soon):
                 del self._open[number]
-        self._fetch_ahead(now, [number for number in soon if number not in now])
+        self.fetch_ahead(now, [number for number in soon if number not in now])
 
     def _shards_of(self, spans: list[tuple[int, int]]) -> list[int]:
         """The shards that hold the samples [first, end) of each span, each once, in the order of the spans."""
@@ -187,7 +183,7 @@ class Windows(Dataset):
 
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         n, length = len(ids), self.seq_len
-        rows = np.empty((n, length + 1), self._dtype)  # [n, S+1]
+        rows = np.empty((n, length + 1), self.dtype)  # [n, S+1]
         short: list[tuple[int, int]] = []
         numbers = ids.tolist()
         if n and not 0 <= min(numbers) <= max(numbers) < self.samples:
@@ -214,10 +210,10 @@ class Windows(Dataset):
     def document_starts(self, ids: np.ndarray) -> np.ndarray:
         starts = np.zeros((len(ids), self.seq_len), bool)
         starts[:, 0] = True
-        if self._index is not None:
+        if self.index is not None:
             for k, i in enumerate(ids.tolist()):
                 first = self._begin + i * self.seq_len
-                starts[k, self._index.starts_between(first, min(first + self.seq_len, self._end)) - first] = True
+                starts[k, self.index.starts_between(first, min(first + self.seq_len, self._end)) - first] = True
         elif self.meta.eos_id is not None:
             tokens, _ = self.gather(ids)
             starts[:, 1:] |= tokens[:, :-1] == self.meta.eos_id
@@ -241,11 +237,11 @@ class Windows(Dataset):
     def _shard(self, number: int) -> Shard:
         with self._lock:
             if number not in self._open:
-                shard = self._open_shard(number)
+                shard = self.open_shard(number)
                 expected = self._first[number + 1] - self._first[number]
                 if shard.tokens != expected:
                     raise DataError(
-                        f"{self.where}: {self._names[number]} has {shard.tokens:,} tokens where {expected:,} were "
+                        f"{self.where}: {self.names[number]} has {shard.tokens:,} tokens where {expected:,} were "
                         "counted before; prepare or copy the data again"
                     )
                 self._open[number] = shard
@@ -256,7 +252,7 @@ class Windows(Dataset):
     def _refuse_token(self, ids: np.ndarray, rows: np.ndarray) -> None:
         k, column = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0]
         place = self._begin + int(ids[k]) * self.seq_len + int(column)
-        name = self._names[bisect_right(self._first, place) - 1]
+        name = self.names[bisect_right(self._first, place) - 1]
         raise DataError(
             f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's "
             f"vocabulary of {self.vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
