@@ -22,7 +22,7 @@ from ingot.data.config import SourceConfig
 from ingot.data.dataset import locate
 from ingot.data.engine import choose_engine
 from ingot.data.files import write_json
-from ingot.data.prepare import prepare, read_texts
+from ingot.data.prepare import prepare
 from ingot.data.prepare_pool import Pool, WorkerProcess
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
@@ -563,10 +563,6 @@ def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -
 def test_contradicting_options_are_one_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         command(*arguments)
-
-
-def test_texts_can_be_read_without_preparing(corpus: Path) -> None:
-    assert list(read_texts([corpus])) == TEXTS
 
 
 def test_a_prepared_split_opens_in_the_loader(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

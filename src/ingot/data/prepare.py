@@ -10,7 +10,8 @@ bytes.
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,22 +39,10 @@ class PrepareReport:
     seconds: float
     engine: str
     train_command: str
-
-    @property
-    def documents(self) -> int:
-        return sum(s.documents for s in self.splits.values())
-
-    @property
-    def tokens(self) -> int:
-        return sum(s.tokens for s in self.splits.values())
-
-    @property
-    def bytes(self) -> int:
-        return sum(s.bytes for s in self.splits.values())
-
-    @property
-    def skipped(self) -> int:
-        return sum(s.skipped for s in self.splits.values())
+    documents: int
+    tokens: int
+    bytes: int
+    skipped: int
 
 
 def prepare(
@@ -115,8 +104,8 @@ def prepare(
     files = find_files(inputs)
     reporter = Reporter(show)
     workers = _worker_count(num_workers, memory, sum(f.size for f in files), reporter)
-    pool = Pool(workers, tokenizes=tokenizer is not None) if workers else None
-    try:
+    starting = closing(Pool(workers, tokenizes=tokenizer is not None)) if workers else nullcontext()
+    with starting as pool:
         from ingot.data.engine import choose_engine
         from ingot.data.packing import Plan
         from ingot.data.prepare_run import Preparation, Target
@@ -152,12 +141,10 @@ def prepare(
                 target.remove()
             this = replace(plan, options=replace(plan.options, key=key))
             report = Preparation(target, this, files, tok, pool or chosen, reporter, share).run()
-    finally:
-        if pool:
-            pool.close()
     prefix = f"{output_prefix}_{keys[0]}_document" if output_prefix else None
     command = _train_command(Path(out_root), split, prefix)
-    return PrepareReport({split: report}, time.monotonic() - started, name, command)
+    totals = report.documents, report.tokens, report.bytes, report.skipped
+    return PrepareReport({split: report}, time.monotonic() - started, name, command, *totals)
 
 
 def _check_choices(
@@ -228,20 +215,7 @@ def _train_command(out_root: Path, split: str, prefix: str | None) -> str:
     if prefix:
         return f"ingot train mpt-125m data={shlex.quote(prefix)}"
     root = shlex.quote(str(out_root))
-    if split.startswith("train") and (out_root / "val").is_dir() and split == "train":
-        return f"ingot train mpt-125m data={root}"
-    if split.startswith("val") and (out_root / "train").is_dir() and split == "val":
+    other = {"train": "val", "val": "train"}.get(split)
+    if other and (out_root / other).is_dir():
         return f"ingot train mpt-125m data={root}"
     return f"ingot train mpt-125m data.train.path={root} data.train.split={shlex.quote(split)} data.eval=null"
-
-
-def read_texts(inputs: Sequence[str | Path], key: str = "text") -> Iterator[str]:
-    """The documents of some files, one by one, for those who want the text (such as tokenizer training)."""
-    from ingot.data.sources import plan_pieces, read_piece
-
-    options = ReadOptions(key)
-    for piece, handed in plan_pieces(find_files(inputs), True, options):
-        for block in read_piece(piece, handed, options, lambda text, low, high: None):
-            for record, problem in block.bad:
-                raise DataError(f"{block.path}:{record + 1}: {problem}")
-            yield from (text.decode() for text in block.texts)

@@ -65,14 +65,8 @@ class Pool:
 
         assert self.server.stdin and self.server.stdout
         request = {"wanted": engine, "rules": asdict(Rules.of(tokenizer)), "probes": asdict(Probes.of(tokenizer))}
-        with contextlib.suppress(BrokenPipeError):
-            send(self.server.stdin, request)
-        answer = receive(self.server.stdout)
-        if answer is None:
-            raise _died(self.server.pid)
-        if "error" in answer[0]:
-            raise _error(answer[0])
-        return answer[0]["name"], answer[0]["reason"]
+        answer = _ask(self.server.stdin, self.server.stdout, self.server.pid, request)
+        return answer["name"], answer["reason"]
 
     def close(self) -> None:
         """End them all; what they are at is finished first, if that does not take long."""
@@ -101,36 +95,34 @@ class WorkerProcess:
 
     def start(self, plan: "Plan", folder: Path) -> Run:
         """Begin a job; its tasks are done by the function that comes back."""
-        with contextlib.suppress(BrokenPipeError):
-            send(self.stream, {"plan": asdict(plan), "folder": str(folder)})
-        answer = receive(self.stream)
-        if answer is None:
-            raise _died(self.pid)
-        self.pid = int(answer[0]["pid"])
+        self.pid = int(_ask(self.stream, self.stream, self.pid, {"plan": asdict(plan), "folder": str(folder)})["pid"])
         return self.run
 
     def run(self, head: dict[str, Any], blob: bytes, progress: Progress) -> dict[str, Any]:
         """Have one task done."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            send(self.stream, head, blob)
-            while (reply := receive(self.stream)) is not None:
-                answer = reply[0]
-                if "progress" in answer:
-                    progress(answer["progress"])
-                elif "done" in answer:
-                    return dict(answer["done"])
-                else:
-                    raise _error(answer)
-        raise _died(self.pid)
+        return dict(_ask(self.stream, self.stream, self.pid, head, blob, progress)["done"])
 
 
-def _error(answer: dict[str, Any]) -> IngotError:
-    kind: type[IngotError] = getattr(errors, answer["kind"], DataError)
-    return kind(answer["error"])
-
-
-def _died(pid: int) -> DataError:
-    return DataError(
+def _ask(
+    stream: Stream,
+    replies: Stream,
+    pid: int,
+    head: dict[str, Any],
+    blob: bytes = b"",
+    progress: Progress = lambda counts: None,
+) -> dict[str, Any]:
+    """Send a request, pass on what is said of progress, and return the answer."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        send(stream, head, blob)
+        while (reply := receive(replies)) is not None:
+            answer = reply[0]
+            if "error" in answer:
+                kind: type[IngotError] = getattr(errors, answer["kind"], DataError)
+                raise kind(answer["error"])
+            if "progress" not in answer:
+                return answer
+            progress(answer["progress"])
+    raise DataError(
         f"worker process {pid or ''} died, perhaps for lack of memory; run the same command again, "
         "with fewer num_workers if it happens again"
     )

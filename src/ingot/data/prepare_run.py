@@ -73,11 +73,6 @@ class Target:
     folder: Path  # final folder
     stem: str | None  # name of the pair, for the indexed format
 
-    @property
-    def owns_folder(self) -> bool:
-        """Whether the whole folder appears by one rename."""
-        return self.stem is None
-
     @staticmethod
     def choose(out_root: Path, split: str, format: str, prefix: str | None, key: str) -> "Target":
         if format == "mds":
@@ -90,7 +85,7 @@ class Target:
     def remove(self) -> None:
         """Delete an earlier result, finished or not."""
         shutil.rmtree(self.work, ignore_errors=True)
-        if self.owns_folder:
+        if self.stem is None:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
             for suffix in ("idx", "bin", "meta.json"):
@@ -136,9 +131,8 @@ class Preparation:
 
     def run(self) -> SplitReport:
         """Do everything that is left, and put the result in place."""
-        finished = self._already_finished()
-        if finished:
-            shutil.rmtree(self.target.work, ignore_errors=True)  # left if it was killed at the very end
+        if finished := self._already_finished():
+            shutil.rmtree(self.work, ignore_errors=True)  # left if it was killed at the very end
             self.reporter.say(f"{self.target.meta.parent}: already complete")
             return finished
         self._check_tokenizer()
@@ -155,7 +149,18 @@ class Preparation:
                         self._start_or_resume(locks.enter_context(self._lock("lock", fcntl.LOCK_SH)))
                 else:
                     self._start_or_resume(locks.enter_context(self._lock("lock", fcntl.LOCK_EX)))
-                return self._run_locked()
+                self.reporter.start(sum(f.size for f in self.files) // self.turns, resumed=len(self.pieces))
+                try:
+                    self._work()
+                finally:
+                    self.reporter.stop()
+                self.journal.close()
+                if self.share:
+                    sums = (sum(done[key] for done in self.pieces.values()) for key in ("documents", "units", "bytes"))
+                    return SplitReport(str(self.target.folder), *sums)
+                report = self._assemble()
+                shutil.rmtree(self.work, ignore_errors=True)
+                return report
         except OSError as error:
             raise disk_error("write to", self.work, error) from None
 
@@ -172,20 +177,6 @@ class Preparation:
             file.close()
             raise DataError(f"{self.work}: another `prepare` is at work here; wait for it") from None
 
-    def _run_locked(self) -> SplitReport:
-        self.reporter.start(sum(f.size for f in self.files) // self.turns, resumed=len(self.pieces))
-        try:
-            self._work()
-        finally:
-            self.reporter.stop()
-        if self.share:
-            self.journal.close()
-            sums = {key: sum(done[key] for done in self.pieces.values()) for key in ("documents", "bytes", "units")}
-            return SplitReport(str(self.target.folder), sums["documents"], sums["units"], sums["bytes"])
-        report = self._assemble()
-        shutil.rmtree(self.work, ignore_errors=True)
-        return report
-
     # ---- before ----
 
     def _signature(self) -> str:
@@ -200,15 +191,12 @@ class Preparation:
 
     def _already_finished(self) -> SplitReport | None:
         target = self.target
-        if target.meta.is_file():
-            try:
-                meta = json.loads(target.meta.read_text(encoding="utf-8"))
-                if meta["prepare"]["signature"] == self.signature:
-                    return SplitReport(**{**meta["prepare"]["report"], "folder": str(target.folder)})
-            except (ValueError, KeyError, TypeError):
-                pass
-        taken = target.folder if target.owns_folder else target.folder / f"{target.stem}.idx"
-        if taken.exists() and (not target.owns_folder or any(taken.iterdir())):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            made = json.loads(target.meta.read_text(encoding="utf-8"))["prepare"]
+            if made["signature"] == self.signature:
+                return SplitReport(**{**made["report"], "folder": str(target.folder)})
+        taken = target.folder if target.stem is None else target.folder / f"{target.stem}.idx"
+        if taken.exists() and (target.stem or any(taken.iterdir())):
             raise DataError(
                 f"{taken}: already there, and made from other input or with other options; "
                 "remove it, or choose another output"
@@ -225,24 +213,29 @@ class Preparation:
             )
 
     def _start_or_resume(self, lock: IO[str]) -> None:
-        work = self.work
-        state = work / "state.json"
+        work, state_file = self.work, self.work / "state.json"
         inputs = [[f.path, f.size, f.mtime_ns] for f in self.files]
         streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
         count = len(self.workers.workers) if isinstance(self.workers, Pool) else 0
-        fresh = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * count * self.turns}
-        old = _read_json(state)
-        if old and all(old.get(k) == fresh[k] for k in ("signature", "inputs")):
-            self.whole_files = bool(old["whole_files"])
+        state = {"signature": self.signature, "inputs": inputs, "whole_files": len(streams) >= 4 * count * self.turns}
+        old: Any = None
+        with contextlib.suppress(OSError, ValueError):
+            old = json.loads(state_file.read_text(encoding="utf-8"))
+        if isinstance(old, dict) and all(old.get(k) == state[k] for k in ("signature", "inputs")):
+            state = old
         else:
             if old:
                 self._take(lock, fcntl.LOCK_EX)  # not while another command's processes are at work
                 self.reporter.say(f"{work}: left by another command or other input; starting again")
-            _empty(work)
-            self.whole_files = bool(fresh["whole_files"])
-            write_json(state, fresh)
+            for entry in work.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif not entry.name.startswith("lock"):
+                    entry.unlink()
+            write_json(state_file, state)
             if self.share:
                 self._take(lock, fcntl.LOCK_SH)
+        self.whole_files = bool(state["whole_files"])
         for name in ("parts", "shards"):
             (work / name).mkdir(exist_ok=True)
         own = work / (f"journal.{self.turn}.jsonl" if self.share else "journal.jsonl")
@@ -320,35 +313,10 @@ class Preparation:
         tasks.put(None)
 
     def _drive(self, run: Callable[..., dict[str, Any]], tasks: Tasks) -> None:
-        """Give one worker its tasks until there are none. Shards first: they let parts be removed."""
+        """Give one worker its tasks until there are none."""
         try:
-            while True:
-                with self.lock:
-                    self._advance()
-                    if self.error or self.stopped:
-                        return
-                    task = self.shard_tasks.popleft() if self.shard_tasks else None
-                    if task is None and self.enough:
-                        if self.running == 0:
-                            return
-                        self.lock.wait(0.5)
-                        continue
-                    self.running += 1
-                piece_size = 0
-                if task is None:
-                    item = self._next_piece(tasks)
-                    if item is None:
-                        with self.lock:
-                            self.running -= 1
-                            self.lock.notify_all()
-                            if not self.enough:
-                                self.lock.wait(0.02)
-                        continue
-                    number, piece, handed = item
-                    task = {"task": "tokenize", "number": number, "piece": asdict(piece)}, handed
-                    piece_size = piece.size
-                    del item, handed
-                head, blob = task
+            while task := self._next_task(tasks):
+                head, blob, size = task
                 del task
                 done = run(head, blob, self.reporter.advance)
                 del blob
@@ -356,11 +324,37 @@ class Preparation:
                     self._record(head, done)
                     self.running -= 1
                     self.lock.notify_all()
-                self.reporter.consumed(piece_size)
+                self.reporter.consumed(size)
         except Exception as error:
-            with self.lock:
-                self.running -= 1
             self._fail(0, error)
+
+    def _next_task(self, tasks: Tasks) -> tuple[dict[str, Any], bytes, int] | None:
+        """A task, its bytes, and how much of the input it is. Shards first: they let parts be removed."""
+        while True:
+            with self.lock:
+                self._advance()
+                if self.error or self.stopped:
+                    return None
+                if self.shard_tasks:
+                    self.running += 1
+                    return (*self.shard_tasks.popleft(), 0)
+                if self.enough:
+                    if self.running == 0:
+                        return None
+                    self.lock.wait(0.5)
+                    continue
+            item = None
+            with contextlib.suppress(queue.Empty):
+                item = tasks.get(timeout=0.02)
+                if item is None:
+                    tasks.put(None)  # for the other drivers
+            with self.lock:
+                if item and (self.pieces_ended is None or item[0] < self.pieces_ended):  # not beyond max_samples
+                    self.running += 1
+                    number, piece, handed = item
+                    return {"task": "tokenize", "number": number, "piece": asdict(piece)}, handed, piece.size
+                if not self.enough:
+                    self.lock.wait(0.02)
 
     @property
     def enough(self) -> bool:
@@ -368,19 +362,6 @@ class Preparation:
         if self.pieces_ended is None:
             return False
         return all(n in self.pieces for n in range(self.prefix + self.turn, self.pieces_ended, self.turns))
-
-    def _next_piece(self, tasks: Tasks) -> tuple[int, Piece, bytes] | None:
-        try:
-            item = tasks.get(timeout=0.02)
-        except queue.Empty:
-            return None
-        if item is None:
-            tasks.put(None)  # for the other drivers
-            return None
-        with self.lock:
-            if self.pieces_ended is not None and item[0] >= self.pieces_ended:  # beyond max_samples
-                return None
-        return item
 
     def _fail(self, order: int, error: Exception) -> None:
         with self.lock:
@@ -436,9 +417,7 @@ class Preparation:
 
     def _assemble(self) -> SplitReport:
         """Index and meta data, then the final name."""
-        self.journal.close()
-        target = self.target
-        report = self._summary()
+        target, report = self.target, self._summary()
         if not report.tokens and not report.bytes:
             raise DataError(f"no text in {len(self.files)} input files, the first being {self.files[0].path}")
         entries = [self.shards[k] for k in sorted(self.shards)]
@@ -449,9 +428,8 @@ class Preparation:
                 with (built / "tokens.bin").open("ab") as file:
                     os.fsync(file.fileno())
             indexed.write_idx(built / "tokens.idx", np.dtype(self.plan.dtype), lengths)
-            name = f"{target.stem}.bin"
             report.shards = 1
-            shards = [{"basename": name, "tokens": report.tokens}]
+            shards = [{"basename": f"{target.stem}.bin", "tokens": report.tokens}]
         else:
             mds.write_index(built, entries)
             report.samples = sum(e["samples"] for e in entries)
@@ -481,15 +459,14 @@ class Preparation:
             left.unlink(missing_ok=True)  # a run that was killed was writing them
         if self.tokenizer:
             self.tokenizer.save(target.tokenizer_folder)
-        if target.owns_folder:
-            write_json(built / "meta.json", meta)
+        write_json(built / "meta.json", meta)
+        if target.stem is None:
             if target.folder.exists():
                 target.folder.rmdir()  # it is empty, or the run would have been refused
             built.replace(target.folder)
         else:
             if (built / "tokens.bin").exists():  # not if an earlier run got this far
                 (built / "tokens.bin").replace(target.folder / f"{target.stem}.bin")
-            write_json(built / "meta.json", meta)
             (built / "meta.json").replace(target.meta)
             (built / "tokens.idx").replace(target.folder / f"{target.stem}.idx")  # last: without it there is no pair
         return report
