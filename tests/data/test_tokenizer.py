@@ -77,7 +77,7 @@ def test_token_bytes_are_unknown_where_tokens_are_not_bytes() -> None:
 def test_the_config_beside_it_says_what_ends_a_document(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "e"}}))
-    assert load_tokenizer(tmp_path).eos_id == trained.token_id("e")
+    assert load_tokenizer(tmp_path).eos_id == trained.vocab["e"]
 
 
 def test_a_length_limit_inside_the_file_does_not_cut_documents(trained: Tokenizer, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ with the number of its record, so that the caller decides between stopping and l
 """
 
 import codecs
+import contextlib
 import csv
+import functools
 import io
 import json
 import zipfile
@@ -60,13 +62,7 @@ def read_file(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iter
             yield from read_stream(stream, file.format, file.path, options, find_cut)
 
 
-def read_stream(
-    stream: IO[bytes],
-    kind: str,
-    path: str,
-    options: ReadOptions,
-    find_cut: FindCut,
-) -> Iterator[Block]:
+def read_stream(stream: IO[bytes], kind: str, path: str, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
     if kind == "text":
         yield from _read_text(stream, path, options, find_cut)
     elif kind == "csv":
@@ -152,85 +148,68 @@ def count_lines(path: str, end: int) -> int:
     return count
 
 
-_decoders: dict[str, Any] = {}
-
-
+@functools.cache
 def _line_decoder(key: str) -> Any:
     """A JSON decoder that builds nothing but the one field."""
-    if key not in _decoders:
-        row = msgspec.defstruct("Row", [("value", str)], rename={"value": key})
-        _decoders[key] = msgspec.json.Decoder(row)
-    return _decoders[key]
+    return msgspec.json.Decoder(msgspec.defstruct("Row", [("value", str)], rename={"value": key}))
 
 
 def jsonl_block(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
-    decoder = _line_decoder(options.key)
     lines = newlines(data) + (not data.endswith(b"\n"))
-    try:
-        rows = decoder.decode_lines(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        rows = None
-    # decode_lines cares little about where lines end, so an equal count is required before it is believed
-    if rows is not None and len(rows) == lines:
-        texts = [row.value.encode() for row in rows]
-        if len(data) <= options.max_document_bytes:
-            return Block(texts, None, first, [], lines, path)
+    if len(data) <= options.max_document_bytes:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            rows = _line_decoder(options.key).decode_lines(data)
+            # decode_lines cares little about where lines end, so an equal count is required before it is believed
+            if len(rows) == lines:
+                return Block([row.value.encode() for row in rows], None, first, [], lines, path)
     return _jsonl_slowly(data, first, path, options)
 
 
 def _jsonl_slowly(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
     """Line by line, to say what is wrong with each, and to take what only Python's parser takes (NaN, a BOM)."""
     decoder = _line_decoder(options.key)
-    texts: list[bytes] = []
-    records: list[int] = []
-    bad: list[tuple[int, str]] = []
+    batch = Batch(path)
     lines = data.split(b"\n")
-    if lines and not lines[-1]:
+    if not lines[-1]:
         lines.pop()
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, first):
         if not line.strip():
             continue
         if len(line) > options.max_document_bytes:
             limit = f"max_document_bytes={options.max_document_bytes:,}"
-            bad.append((first + number, f"a line of more than {limit}; raise it if that is really one document"))
+            batch.add(number, b"", f"a line of more than {limit}; raise it if that is really one document")
             continue
         try:
-            texts.append(decoder.decode(line).value.encode())
+            batch.add(number, decoder.decode(line).value.encode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            value, problem = _parse_line(line, options.key)
-            if problem:
-                bad.append((first + number, problem))
-                continue
-            texts.append(value.encode())
-        records.append(first + number)
-    return Block(texts, np.array(records, dtype=np.int64), first, bad, len(lines), path)
+            batch.add(number, *_parse_line(line, options.key))
+    return Block(batch.texts, np.array(batch.records, np.int64), first, batch.bad, len(lines), path)
 
 
-def _parse_line(line: bytes, key: str) -> tuple[str, str]:
+def _parse_line(line: bytes, key: str) -> tuple[bytes, str]:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return "", f"invalid UTF-8 at byte {error.start + 1} of the line"
+        return b"", f"invalid UTF-8 at byte {error.start + 1} of the line"
     except (ValueError, RecursionError) as error:
-        return "", f"not valid JSON: {error}"
+        return b"", f"not valid JSON: {error}"
     return text_of(value, key)
 
 
-def text_of(value: Any, key: str) -> tuple[str, str]:
+def text_of(value: Any, key: str) -> tuple[bytes, str]:
     """The text of a record, or what is wrong with it."""
     if not isinstance(value, dict):
-        return "", f"a JSON {_json_type(value)} where an object with {key!r} is expected"
+        return b"", f"a JSON {_json_type(value)} where an object with {key!r} is expected"
     if key not in value:
         names = ", ".join(repr(k) for k in list(value)[:6]) or "none"
-        return "", f"no field {key!r} (fields: {names})"
+        return b"", f"no field {key!r} (fields: {names})"
     text = value[key]
     if not isinstance(text, str):
-        return "", f"field {key!r} is a {_json_type(text)}, not text"
+        return b"", f"field {key!r} is a {_json_type(text)}, not text"
     try:
-        text.encode()
+        return text.encode(), ""
     except UnicodeEncodeError:
-        return "", "half of a surrogate pair, which is no text"
-    return text, ""
+        return b"", "half of a surrogate pair, which is no text"
 
 
 def _json_type(value: Any) -> str:
@@ -250,22 +229,19 @@ def _read_text(stream: IO[bytes], path: str, options: ReadOptions, find_cut: Fin
             text += decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
             problem = f"invalid UTF-8 near byte {size + error.start + 1}"
-        if problem:
-            yield Block([], None, 0, [(0, problem)], 1, path)
-            return
         size += len(data)
-        if not data:
-            break
-        if len(text) >= BLOCK_BYTES:
+        if data and not problem and len(text) >= BLOCK_BYTES:
             cut = find_cut(text, BLOCK_BYTES // 2, len(text) - 1)
             if cut is not None:
                 yield Block([text[:cut].encode()], None, 0, [], 0, path, ends=False)
                 text = text[cut:]
             elif size > options.max_document_bytes:
-                yield Block(
-                    [], None, 0, [(0, f"a document over max_document_bytes={options.max_document_bytes:,}")], 1, path
-                )
-                return
+                problem = f"a document over max_document_bytes={options.max_document_bytes:,}"
+        if problem:
+            yield Block([], None, 0, [(0, problem)], 1, path)
+            return
+        if not data:
+            break
     yield Block([text.encode()], None, 0, [], 1, path)
 
 
@@ -286,9 +262,9 @@ def _read_csv(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[Bl
             if not row:
                 continue
             if column >= len(row):
-                batch.bad.append((number, f"only {len(row)} columns"))
+                batch.add(number, b"", f"only {len(row)} columns")
             else:
-                batch.add(row[column], number)
+                batch.add(number, row[column].encode())
             if batch.is_full:
                 yield batch.take()
     except UnicodeDecodeError as error:
@@ -337,11 +313,7 @@ def _read_json_values(stream: IO[bytes], path: str, options: ReadOptions) -> Ite
                 continue
             raise DataError(f"{path}: record {number + 1}: not valid JSON: {error}") from None
         needed = 1
-        text, problem = text_of(value, options.key)
-        if problem:
-            batch.bad.append((number, problem))
-        else:
-            batch.add(text, number)
+        batch.add(number, *text_of(value, options.key))
         number += 1
         if batch.is_full:
             yield batch.take()
@@ -352,7 +324,7 @@ class Batch:
     """Collects texts to a block of bounded size."""
 
     def __init__(self, path: str):
-        self.path, self.first, self.last = path, 0, 0
+        self.path, self.first, self.last = path, 0, 0  # last: the record of the last text
         self._clear()
 
     def _clear(self) -> None:
@@ -361,10 +333,14 @@ class Batch:
         self.bad: list[tuple[int, str]] = []
         self.size = 0
 
-    def add(self, text: str, record: int) -> None:
-        self.texts.append(text.encode())
+    def add(self, record: int, text: bytes, problem: str = "") -> None:
+        """A record's text, or why it has none."""
+        if problem:
+            self.bad.append((record, problem))
+            return
+        self.texts.append(text)
         self.records.append(record)
-        self.size += len(self.texts[-1])
+        self.size += len(text)
         self.last = record
 
     @property
@@ -422,9 +398,8 @@ def _column_block(column: Any, first: int, path: str) -> Block:
     _, offsets, data = whole.buffers()
     ends = np.frombuffer(offsets, np.int64, len(whole) + 1, 8 * whole.offset)
     text = memoryview(data)[ends[0] : ends[-1]].tobytes() if data is not None else b""
-    cuts = (ends - ends[0]).tolist()
-    texts = [text[a:b] for a, b in pairwise(cuts)]
-    bad: list[tuple[int, str]] = []
+    texts = [text[a:b] for a, b in pairwise((ends - ends[0]).tolist())]
+    wrong: dict[int, str] = {}
     try:
         whole.validate(full=True)
     except pa.ArrowInvalid:
@@ -432,15 +407,14 @@ def _column_block(column: Any, first: int, path: str) -> Block:
             try:
                 value.decode()
             except UnicodeDecodeError as error:
-                bad.append((row, f"invalid UTF-8 at byte {error.start + 1}"))
+                wrong[row] = f"invalid UTF-8 at byte {error.start + 1}"
     if whole.null_count:
-        bad += [(row, "null, not text") for row in np.flatnonzero(whole.is_null().to_numpy(False)).tolist()]
-    if not bad:
+        wrong |= dict.fromkeys(np.flatnonzero(whole.is_null().to_numpy(False)).tolist(), "null, not text")
+    if not wrong:
         return Block(texts, None, first, [], len(whole), path)
-    wrong = dict(bad)
-    records = np.array([first + row for row in range(len(texts)) if row not in wrong], dtype=np.int64)
-    texts = [value for row, value in enumerate(texts) if row not in wrong]
-    return Block(texts, records, first, [(first + row, why) for row, why in sorted(bad)], len(whole), path)
+    right = [row for row in range(len(texts)) if row not in wrong]
+    bad = [(first + row, wrong[row]) for row in sorted(wrong)]
+    return Block([texts[row] for row in right], np.array(right, np.int64) + first, first, bad, len(whole), path)
 
 
 def column_bytes(table: Any, group: int, name: str) -> int:

@@ -11,6 +11,7 @@ import random
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,16 @@ class Engine:
     def _encode_batch(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         if self._fast is None:
             return self._encode_exactly(texts)
-        foreign = self._foreign(texts)
-        if not foreign:
+        if not self._has_foreign(b"".join(texts)):
             return self._encode_fast(texts)
-        ids, lengths = self._encode_fast([text for i, text in enumerate(texts) if i not in foreign])
-        exact_ids, exact_lengths = self._encode_exactly([texts[i] for i in sorted(foreign)])
-        return _interleave(ids, lengths, exact_ids, exact_lengths, sorted(foreign), len(texts))
+        foreign = np.array([self._has_foreign(text) for text in texts])  # bool [documents]
+        lengths = np.zeros(len(texts), np.int64)
+        fast, lengths[~foreign] = self._encode_fast(list(compress(texts, ~foreign)))
+        exact, lengths[foreign] = self._encode_exactly(list(compress(texts, foreign)))
+        from_exact = np.repeat(foreign, lengths)  # bool [tokens]
+        ids = np.empty(len(from_exact), np.uint32)
+        ids[~from_exact], ids[from_exact] = fast, exact
+        return ids, lengths
 
     def _encode_fast(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         if not texts:
@@ -133,19 +138,15 @@ class Engine:
             at = text.rfind(" ", low, at)
             if at < 1 or at + 1 >= len(text):
                 return None
-            if _ascii_letter(text[at - 1]) and _ascii_letter(text[at + 1]):
+            around = text[at - 1] + text[at + 1]
+            if around.isascii() and around.isalpha():
                 left, right = text[max(0, at - 64) : at], text[at : at + 64]
                 if encode(left) + encode(right) == encode(left + right):
                     return at
         return None
 
-    def _foreign(self, texts: list[bytes]) -> set[int]:
-        """Which documents hold a character on which the engines may not agree."""
-        if not self._has_foreign(b"".join(texts)):
-            return set()
-        return {i for i, text in enumerate(texts) if self._has_foreign(text)}
-
     def _has_foreign(self, text: bytes) -> bool:
+        """Whether it holds a character on which the engines may not agree."""
         data = np.frombuffer(text, np.int8)
         rest = data[data < 0].tobytes()  # what is not ASCII: still valid UTF-8, and mostly little
         if not rest:
@@ -168,30 +169,24 @@ def pick_engine(rules: Rules, probes: Probes, wanted: str) -> Engine:
         return Engine(rules, "hf", "asked for")
     if wanted not in ("auto", "gigatoken"):
         raise DataError(f"engine={wanted}: known are auto, gigatoken and hf")
-    fast, reason = _try_fast(rules, probes)
-    if fast:
-        return fast
-    if wanted == "gigatoken":
-        raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
-    return Engine(rules, "hf", reason)
-
-
-def _try_fast(rules: Rules, probes: Probes) -> tuple[Engine | None, str]:
-    """The fast engine, if it can be trusted with this tokenizer, or why not."""
     try:
         engine = Engine(rules, "gigatoken", "same ids as Hugging Face on all probes")
     except ImportError:
-        return None, "gigatoken is not installed: pip install gigatoken"
+        reason = "gigatoken is not installed: pip install gigatoken"
     except Exception as error:  # a tokenizer that it does not support
-        return None, f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
-    # Documents with characters that the fast engine is never given are no probes of it.
-    known = [i for i, text in enumerate(probes.texts) if not engine._has_foreign(text.encode())]
-    ids, lengths = engine._encode_fast([probes.texts[i].encode() for i in known])
-    found = np.split(ids, np.cumsum(lengths)[:-1])
-    wrong = [probes.texts[i] for i, got in zip(known, found, strict=True) if got.tolist() != probes.ids[i]]
-    if wrong:
-        return None, f"gigatoken gives other ids than Hugging Face, for example for {wrong[0][:40]!r}"
-    return engine, ""
+        reason = f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
+    else:
+        # Documents with characters that the fast engine is never given are no probes of it.
+        known = [i for i, text in enumerate(probes.texts) if not engine._has_foreign(text.encode())]
+        ids, lengths = engine._encode_fast([probes.texts[i].encode() for i in known])
+        found = np.split(ids, np.cumsum(lengths)[:-1])
+        wrong = [probes.texts[i] for i, got in zip(known, found, strict=True) if got.tolist() != probes.ids[i]]
+        if not wrong:
+            return engine
+        reason = f"gigatoken gives other ids than Hugging Face, for example for {wrong[0][:40]!r}"
+    if wanted == "gigatoken":
+        raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
+    return Engine(rules, "hf", reason)
 
 
 def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
@@ -237,10 +232,6 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _ascii_letter(char: str) -> bool:
-    return char.isascii() and char.isalpha()
-
-
 @functools.cache
 def _agreed_characters(normalizes: bool) -> np.ndarray:
     """For each code point below _TABLE_END, whether every Unicode version since long ago treats it alike, bool.
@@ -274,17 +265,3 @@ def _document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         if framed[start : start + len(bare)] == bare:
             return framed[:start], framed[start + len(bare) :]
     raise DataError("the tokenizer's post-processor changes the text's own tokens, which preparation does not support")
-
-
-def _interleave(
-    ids: np.ndarray, lengths: np.ndarray, other_ids: np.ndarray, other_lengths: np.ndarray, where: list[int], count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Put the documents `where` back among the others."""
-    all_lengths = np.zeros(count, dtype=np.int64)
-    is_other = np.zeros(count, dtype=bool)
-    is_other[where] = True
-    all_lengths[is_other], all_lengths[~is_other] = other_lengths, lengths
-    from_other = np.repeat(is_other, all_lengths)  # [tokens]
-    merged = np.empty(len(from_other), dtype=np.uint32)
-    merged[from_other], merged[~from_other] = other_ids, ids
-    return merged, all_lengths

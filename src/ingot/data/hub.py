@@ -35,17 +35,13 @@ def read_records(
     while True:
         try:
             for record in open_at(done):
-                text, problem = text_of(record, options.key)
-                if problem:
-                    batch.bad.append((done, problem))
-                else:
-                    batch.add(text, done)
+                batch.add(done, *text_of(record, options.key))
                 done += 1
                 failures = 0
                 if batch.size >= BLOCK_BYTES:
                     yield batch.take()
             break
-        except (OSError, ConnectionError, TimeoutError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             failures += 1
             if failures > _RETRIES:
                 raise DataError(f"{name}: the hub failed {failures} times after record {done:,}: {error}") from None

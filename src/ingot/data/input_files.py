@@ -18,15 +18,8 @@ from ingot.data.remote import NotThere, Remote
 from ingot.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
-FORMATS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".txt": "text",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-}
+FORMATS = {f".{name}": name for name in ("jsonl", "json", "parquet", "csv")}
+FORMATS |= {".ndjson": "jsonl", ".txt": "text", ".tsv": "csv"}
 READ_BYTES = 1 << 20
 HUB = "hf://"
 _BOMB_FREE = 1 << 26  # output below this is never called a bomb
@@ -74,7 +67,9 @@ def find_files(inputs: Sequence[str | Path]) -> list[SourceFile]:
             names = sorted(n for n in glob.glob(text, recursive=True) if os.path.isfile(n))
             if not names:
                 raise DataError(f"{given}: no such file")
-        found += [_describe(name) for name in names]
+        for name in names:
+            stat = os.stat(name)
+            found.append(_source(os.path.abspath(name), stat.st_size, stat.st_mtime_ns))
     if not found:
         raise DataError("no input files were given")
     return found
@@ -95,9 +90,9 @@ def _find_remote(url: str) -> list[SourceFile]:
     """One object, or those right below a folder that match a pattern or have a known ending."""
     folder, _, name = url.rpartition("/")
     store = Remote(folder)
-    if not any(c in name for c in "*?[") and name and (size := store.size(name)) is not None:
-        return [_source(url, size, 0)]
     if not any(c in name for c in "*?["):
+        if name and (size := store.size(name)) is not None:
+            return [_source(url, size, 0)]
         folder, name = url.rstrip("/"), ""
         store = Remote(folder)
     names = [n for n in store.names() if (fnmatch.fnmatch(n, name) if name else format_of(n) is not None)]
@@ -124,9 +119,6 @@ class _RemoteFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self.at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
@@ -155,18 +147,10 @@ def open_raw(path: str) -> IO[bytes]:
 def format_of(name: str) -> tuple[str, str | None] | None:
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
-    if compression:
-        inner = FORMATS.get(os.path.splitext(stem)[1])
-        if inner is None and compression == "zip":
-            inner = "zip"
-        return (inner, compression) if inner else None
-    known = FORMATS.get(suffix)
-    return (known, None) if known else None
-
-
-def _describe(name: str) -> SourceFile:
-    stat = os.stat(name)
-    return _source(os.path.abspath(name), stat.st_size, stat.st_mtime_ns)
+    kind = FORMATS.get(os.path.splitext(stem)[1] if compression else suffix)
+    if kind is None and compression == "zip":
+        kind = "zip"
+    return (kind, compression) if kind else None
 
 
 def _source(path: str, size: int, mtime_ns: int) -> SourceFile:
@@ -211,8 +195,6 @@ class Guarded(io.RawIOBase):
         try:
             data = self.stream.read(len(buffer))
         except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError) as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(f"{self.name}: damaged or cut short after {self.done:,} bytes of text: {error}") from None
         self.done += len(data)
         if self.done > self.limit:

@@ -42,12 +42,11 @@ class Worker:
         stats: dict[str, Any] = {"documents": 0, "units": 0, "bytes": 0, "empty": 0, "skipped": 0, "max_token": 0}
         stats |= {"bad": [], "longest": [], "histogram": [0] * BUCKETS}
         data_path, lengths_path = part_paths(self.folder, number)
-        data_tmp, lengths_tmp = (p.with_suffix(f".{os.getpid()}.tmp") for p in (data_path, lengths_path))
-        lengths_tmp = lengths_tmp.with_name(lengths_tmp.name + "l")
+        data_tmp, lengths_tmp = (p.with_name(f"{p.name}.{os.getpid()}.tmp") for p in (data_path, lengths_path))
         digest = xxhash.xxh3_64()
         open_length = 0  # tokens so far of a document that goes on in the next block
         is_open = False
-        find_cut = self.engine.find_cut if self.engine else _cut_anywhere
+        find_cut = self.engine.find_cut if self.engine else lambda text, low, high: None
         try:
             with data_tmp.open("wb") as data_file, lengths_tmp.open("wb") as lengths_file:
                 for block in read_piece(piece, handed, self.plan.options, find_cut):
@@ -188,7 +187,8 @@ class Worker:
         """Do one task as it comes over the pipe."""
         if head["task"] == "shard":
             return self.shard(head["number"], head["parts"], blob)
-        return self.tokenize(head["number"], _piece(head["piece"]), blob, progress)
+        files = tuple(SourceFile(**file) for file in head["piece"]["files"])
+        return self.tokenize(head["number"], Piece(**{**head["piece"], "files": files}), blob, progress)
 
 
 def frame(
@@ -214,17 +214,8 @@ def frame(
     return framed, new_lengths
 
 
-def _piece(values: dict[str, Any]) -> Piece:
-    """A piece of plain values."""
-    return Piece(**{**values, "files": tuple(SourceFile(**f) for f in values["files"])})
-
-
 def _location(block: Block, index: int, piece: Piece) -> str:
     if piece.how == "range":
         return f"{block.path} (bytes {piece.start:,} to {piece.end:,})" if piece.start else f"{block.path}:{index + 1}"
     record = int(block.records[index]) if block.records is not None else block.first_record + index
     return f"{block.path}:{record + 1}" if block.record_count > 1 else block.path
-
-
-def _cut_anywhere(text: str, low: int, high: int) -> int | None:
-    return None

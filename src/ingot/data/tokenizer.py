@@ -59,10 +59,6 @@ class Tokenizer:
         """The text of some token ids, special tokens included."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
-    def token_id(self, text: str) -> int | None:
-        """Id of the one token that is spelled like this."""
-        return self.vocab.get(text)
-
     def token_bytes(self) -> np.ndarray | None:
         """Bytes of text that each token stands for, int32 [vocab_size]; None where tokens do not map to bytes."""
         if not self.is_byte_level:
