@@ -124,8 +124,7 @@ def _detect(sources: list[Source], native: frozenset[str]) -> str:
     """Whose vocabulary the files have: that with the most known keys in each; native where it does not matter."""
     possible: dict[str, list[str]] = {}
     for source in sources:
-        content = OmegaConf.to_container(source.content)
-        assert isinstance(content, dict)
+        content: Any = OmegaConf.to_container(source.content)
         keys = [key.removeprefix("--").replace("-", "_") for key in flatten(content)]
         scores = {"native": sum(key in native or key.split(".")[0] == "data" for key in keys)}
         scores |= {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
@@ -181,8 +180,7 @@ def _underscored(source: Source) -> tuple[DictConfig, dict[str, str]]:
     """NeoX and Megatron take hyphens for underscores."""
     lines: dict[str, str] = {}
     content: dict[str, Any] = {}
-    raw = OmegaConf.to_container(source.content, resolve=False)
-    assert isinstance(raw, dict)
+    raw: Any = OmegaConf.to_container(source.content, resolve=False)
     for key, value in raw.items():
         name = str(key).removeprefix("--").replace("-", "_")
         if name in content:
@@ -265,12 +263,11 @@ def _resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
         if "${" in value and ":" in value.split("${", 1)[1].split("}", 1)[0]:
             raise ConfigError(f"{origins.of(key)}: {key} = {value!r} calls a resolver; only ${{other.key}} is allowed")
     try:
-        values = OmegaConf.to_container(merged, resolve=True)
+        values: Any = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", "") or ""
         place = f"{origins.of(key)}: " if origins.of(key) else ""
         raise ConfigError(f"{place}{key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 

@@ -95,7 +95,7 @@ class Cache:
         """The path of a file, which is fetched first if it is not there."""
         path, part = self.folder / wanted.target.basename, self._part(wanted.target.basename)
         seen, since = None, time.monotonic()
-        while not self._try(wanted, path, may_evict_kept=True):  # another thread or process is at it
+        while not self._try(wanted, may_evict_kept=True):  # another thread or process is at it
             with self._changed:
                 self._changed.wait(POLL_SECONDS)  # a thread of ours says when it is done; other processes do not
             if self._closed.is_set():
@@ -143,7 +143,7 @@ class Cache:
                     wanted = self._queue.popleft()
                 # A failure here is not reported: whoever needs the file meets it again, and reports it.
                 with suppress(IngotError):
-                    self._try(wanted, self.folder / wanted.target.basename, may_evict_kept=False)
+                    self._try(wanted, may_evict_kept=False)
                 with self._changed:
                     self._changed.notify_all()
         finally:
@@ -151,25 +151,24 @@ class Cache:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _try(self, wanted: Wanted, path: Path, may_evict_kept: bool) -> bool:
+    def _try(self, wanted: Wanted, may_evict_kept: bool) -> bool:
         """Is the file there, or could it be fetched now? False: someone else is at it, or there is no room."""
-        name = wanted.target.basename
+        name, need = wanted.target.basename, wanted.target.bytes
+        path, part = self.folder / name, self._part(name)
         try:
             if path.exists() and self._survived(path, wanted.target):
-                found = path.stat().st_size
-                if found != wanted.target.bytes:
-                    raise DataError(f"{path} has {found:,} bytes where {wanted.target.bytes:,} are right; delete it")
+                if (found := path.stat().st_size) != need:
+                    raise DataError(f"{path} has {found:,} bytes where {need:,} are right; delete it")
                 with suppress(FileNotFoundError):
                     os.utime(self._own(name))  # the time of last use
                 return True
-            part = self._part(name)
             with _open_locked(part) as file:
                 if file is None:
                     return False
                 try:
                     if path.exists():  # finished by another between the look and the lock
                         return True
-                    if not self._make_room(file, wanted.target.bytes, may_evict_kept):
+                    if not self._make_room(file, need, may_evict_kept):
                         return False
                     self.remote.retry(wanted.source.basename, lambda: self._fetch(wanted, file), self._closed)
                     return self._commit(file, part, path, self._own(name), forced=not wanted.target.hashes)
@@ -306,7 +305,7 @@ class Cache:
     def _sweep(self) -> None:
         """Remove what killed processes left: parts that no living process holds, marks without their file."""
         for part in self._state.glob("*.part"):
-            with _open_locked(part, create=False) as file:
+            with _open_locked(part) as file:
                 if file is not None:
                     part.unlink()
         for own in self._state.glob("*.own"):
@@ -332,19 +331,12 @@ def _stamp(file: Path | int) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _open_locked(part: Path, create: bool = True) -> Iterator[IO[bytes] | None]:
+def _open_locked(part: Path) -> Iterator[IO[bytes] | None]:
     """The file if its lock could be had, else None. The lock ends with the file, or with the process."""
-    try:
-        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
-    except FileNotFoundError:
-        if create:
-            raise
-        yield None
-        return
-    with os.fdopen(descriptor, "r+b") as file:
+    with open(part, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.path.samestat(os.fstat(descriptor), part.stat())  # else renamed or removed before our lock
+            mine = os.path.samestat(os.fstat(file.fileno()), part.stat())  # else renamed or removed before our lock
         except (BlockingIOError, FileNotFoundError):
             mine = False
         yield file if mine else None

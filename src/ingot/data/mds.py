@@ -58,7 +58,8 @@ def read_index(path: Path) -> list[MdsShardInfo]:
             raise DataError(f"{path} has version {index['version']}; only version 2 of MDS is known")
         return [_shard_info(entry, path) for entry in index["shards"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is not a valid MDS index ({_reason(error)}); prepare or copy the data again") from None
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+        raise DataError(f"{path} is not a valid MDS index ({reason}); prepare or copy the data again") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
@@ -281,7 +282,3 @@ def _integer(name: str, where: str) -> np.dtype:
     if name not in INTEGERS:
         raise DataError(f"{where} stores tokens as '{name}'; integers are needed ({', '.join(sorted(INTEGERS))})")
     return np.dtype(name).newbyteorder("<")
-
-
-def _reason(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]

@@ -1,11 +1,12 @@
 """What GPT-NeoX has from Megatron, translated once for both: batch, vocabulary, indexed data, checkpoints."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from ingot.config.dialects.table import Translation, processes
+from ingot.config.dialects.table import Translation
 
 VOCABULARIES = {"gpt2bpetokenizer": 50257, "hfgpt2tokenizer": 50257, "charleveltokenizer": 512}
 EODS = {"gpt2bpetokenizer": 50256, "hfgpt2tokenizer": 50256, "charleveltokenizer": 0}  # what ends a document
@@ -42,7 +43,9 @@ def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, 
         t.refuse(total, f"is missing, and so is {micro}; set it")
         return
     if batch is None:
-        batch = part * steps * max(1, (world or processes()) // model)
+        launched = os.environ.get("WORLD_SIZE", "0")  # processes of the job, where a launcher says so
+        world = world or (int(launched) if launched.isdigit() else 0)
+        batch = part * steps * max(1, world // model)
         t.put("global_train_batch_size", batch, *follows)
     else:
         t.put("global_train_batch_size", batch, total)

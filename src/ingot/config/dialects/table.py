@@ -6,7 +6,6 @@ ours, so a translation writes those out too; nothing of the math is left to what
 """
 
 import difflib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -236,12 +235,6 @@ def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         value = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) else value
         flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
     return flat
-
-
-def processes() -> int:
-    """Processes of the job, or 0 where no launcher says so. NeoX and Megatron derive the global batch from it."""
-    number = os.environ.get("WORLD_SIZE", "0")
-    return int(number) if number.isdigit() else 0
 
 
 def show(value: Any) -> str:
