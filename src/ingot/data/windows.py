@@ -8,7 +8,6 @@ stored in any length are split or joined. The last window may be short: its rest
 import hashlib
 import json
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -45,7 +44,7 @@ class Meta:
     shard_tokens: dict[str, int] = field(default_factory=dict)  # by file
 
 
-class Dataset(ABC):
+class Dataset(Protocol):
     """Samples by number: what a loader reads from."""
 
     samples: int  # windows of seq_len tokens; the last may be short
@@ -54,39 +53,30 @@ class Dataset(ABC):
     tokenizer_folder: Path | None  # that of the tokenizer which made the data, where it came along
     bytes_per_token: float | None  # of text, where known
 
-    @abstractmethod
     def describe(self) -> str:
         """One line for the console."""
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """A short hash of what the data is and how it is cut, the same on every machine."""
 
-    @abstractmethod
     def state(self, position: int | None = None) -> dict[str, Any]:
         """What a checkpoint at a position keeps of it, as plain values."""
 
-    @abstractmethod
     def resume(self, state: dict[str, Any], position: int) -> None:
         """Continue at a position of the run that kept this state; refuses to if the data is not the same."""
 
-    @abstractmethod
     def taken(self, position: int) -> dict[str, int]:
         """Samples taken from each of several sources before a position; of one source, nothing is to be said."""
 
-    @abstractmethod
     def order(self, seed: int, shuffle: bool) -> Order:
         """The order of its samples."""
 
-    @abstractmethod
     def announce(self, order: Order, position: int) -> None:
         """Say where reading stands, so that shards from elsewhere are fetched before they are needed."""
 
-    @abstractmethod
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Samples by id [n] -> tokens and labels, int64 [n, S] each."""
 
-    @abstractmethod
     def document_starts(self, ids: np.ndarray) -> np.ndarray:
         """Where documents begin in the inputs of samples [n] -> bool [n, S]; each first position counts as one."""
 
