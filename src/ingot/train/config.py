@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from ingot.config.schema import Section, impossible
 from ingot.config.secrets import secret_in
 from ingot.config.time import Time
-from ingot.data.config import DataConfig
+from ingot.data.config import DataConfig, SourceConfig
 from ingot.errors import ConfigError
 from ingot.model.config import ModelConfig
 from ingot.parallel.config import ParallelConfig
@@ -294,6 +294,10 @@ class RunConfig(Section):
         """How many samples an evaluation takes; None for all."""
         batches = self.eval_subset_num_batches
         return batches * (self.device_eval_batch_size or EVAL_BATCH) if batches >= 0 else None
+
+    def order_seed(self, source: SourceConfig) -> int:
+        """What the order of a source's samples follows from."""
+        return source.shuffle_seed if source.shuffle_seed is not None else self.seed
 
     @property
     def unscored(self) -> int | None:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ingot.data.dataset import IGNORE, Dataset
-from ingot.data.order import Order
+from ingot.data.tokenizer import Tokenizer
+from ingot.train.config import RunConfig
 from ingot.train.device import autocast
 from ingot.train.step import to_device
 
@@ -39,28 +40,31 @@ class Evaluation:
 
 @torch.no_grad()  # not inference_mode: what FSDP2 gathers there cannot take part in training afterwards
 def evaluate(
+    config: RunConfig,
     model: nn.Module,
     dataset: Dataset,
-    *,
-    batch: int,
     device: torch.device,
-    precision: str,
-    token_bytes: np.ndarray | None,
-    order: Order,
-    max_samples: int | None = None,
+    batch: int,
+    tokenizer: Tokenizer | None,
     spread: "Spread | None" = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """The mean loss over a data set, or over its first `max_samples` samples in the given order.
+    """The mean loss over the validation data of a run, or over as many samples as the config says.
 
     The processes of a spread model take turns: each evaluates every so many-th batch, and all run equally often.
     """
+    source = config.sources.eval
+    assert source is not None
+    order = dataset.order(config.order_seed(source), source.shuffle)
+    token_bytes = tokenizer.token_bytes() if tokenizer is not None else None
+    if token_bytes is not None:  # ids beyond the tokenizer's stand for no text
+        token_bytes = np.pad(token_bytes, (0, max(0, config.model.vocab_size - len(token_bytes))))
     was_training = model.training
     spread.train(False) if spread is not None else model.eval()
     rank, ranks = (spread.mesh.data_rank, spread.mesh.layout.data) if spread is not None else (0, 1)
     total = torch.zeros((), device=device, dtype=torch.float64)
     tokens, text_bytes = 0, 0.0
-    limit = dataset.samples if max_samples is None else min(dataset.samples, max_samples)
+    limit = dataset.samples if config.eval_samples is None else min(dataset.samples, config.eval_samples)
     for start in range(batch * rank, limit + batch * rank, batch * ranks):
         ids = order.take(np.arange(min(start, limit), min(start + batch, limit)))
         dataset.announce(order, min(start, limit - 1))
@@ -70,11 +74,14 @@ def evaluate(
             inputs = np.pad(inputs, ((0, batch - len(ids)), (0, 0)))
             labels = np.pad(labels, ((0, batch - len(ids)), (0, 0)), constant_values=IGNORE)
         run = spread.loss_sum if spread is not None else model
-        with autocast(precision, device):
+        with autocast(config.precision, device):
             total += run(to_device(inputs, device), to_device(labels, device)).double()
         real = labels[labels != IGNORE]
         tokens += real.size
-        text_bytes += _text_bytes(real, token_bytes, dataset)
+        if token_bytes is not None:
+            text_bytes += float(token_bytes[real].sum())
+        else:
+            text_bytes += real.size * (dataset.bytes_per_token or 0.0)
     if spread is not None:
         spread.train(was_training)
         total = spread.total_loss(total)
@@ -84,9 +91,3 @@ def evaluate(
     loss_sum = float(total)
     bits = loss_sum / math.log(2) / text_bytes if text_bytes else None
     return Evaluation(loss_sum / max(tokens, 1), int(tokens), bits)
-
-
-def _text_bytes(labels: np.ndarray, token_bytes: np.ndarray | None, dataset: Dataset) -> float:
-    if token_bytes is not None:
-        return float(token_bytes[labels].sum())
-    return labels.size * dataset.bytes_per_token if dataset.bytes_per_token else 0.0

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ingot.checkpoint.hf import read_hf
 from ingot.checkpoint.load import load_model
 from ingot.checkpoint.store import find_checkpoint
 from ingot.checkpoint.transfer import tokenizer_folder
@@ -14,15 +15,12 @@ from ingot.errors import ConfigError
 from ingot.train.config import EVAL_BATCH, RunConfig
 from ingot.train.device import choose_device
 from ingot.train.evaluate import Evaluation, evaluate
-from ingot.train.trainer import token_bytes
 
 
 def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]:
     """The loss of a run, checkpoint or Hugging Face folder on its validation data, or on other data by overrides;
     with a line that says what was evaluated on."""
     if (path / "config.json").is_file():
-        from ingot.checkpoint.hf import read_hf
-
         model_values = json.loads(read_hf(path)[0].model_dump_json())
         base = {"model": model_values, "max_seq_len": model_values["max_seq_len"]}
     else:
@@ -33,11 +31,6 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     device, _ = choose_device(config)
     data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
     folder = tokenizer_folder(path)
-    source = config.sources.eval
-    seed = source.shuffle_seed if source.shuffle_seed is not None else config.seed
-    result = evaluate(
-        load_model(path, device), data, batch=config.device_eval_batch_size or EVAL_BATCH, device=device,
-        precision=config.precision, token_bytes=token_bytes(load_tokenizer(folder) if folder else None, config),
-        order=data.order(seed, source.shuffle), max_samples=config.eval_samples,
-    )  # fmt: skip
-    return result, data.describe()
+    tokenizer = load_tokenizer(folder) if folder else None
+    batch = config.device_eval_batch_size or EVAL_BATCH
+    return evaluate(config, load_model(path, device), data, device, batch, tokenizer), data.describe()

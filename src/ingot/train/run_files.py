@@ -13,3 +13,5 @@ STOP = "STOP"  # made by the user: save and end
 FINISHED = "FINISHED"  # made at the end of a run
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that did not fit
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES)
+"""What starting over removes."""

@@ -1,7 +1,6 @@
 """The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,7 @@ from ingot.config.load import to_yaml
 from ingot.errors import CheckpointError, disk_error
 from ingot.train.config import RunConfig
 from ingot.train.lease import Lease
-from ingot.train.run_files import (
-    CHECKPOINTS,
-    CONFIG,
-    FAILURES,
-    FINISHED,
-    GUARDS,
-    LOGS,
-    METRICS,
-    SAMPLES,
-    STOP,
-    TENSORBOARD,
-    TOKENIZER,
-)
-
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES)
+from ingot.train.run_files import CONFIG, LOGS, OURS, STOP
 
 # A run that continued with another value here would not be the run that the checkpoint is of.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
@@ -105,10 +90,3 @@ def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
     return flat
-
-
-def debug_log(config_folder: str | None) -> Path:
-    """Where `--debug` writes a stack trace: the run's logs, or the current folder if there is no run folder."""
-    if config_folder and os.path.isdir(os.path.join(config_folder, LOGS)):
-        return Path(config_folder) / LOGS / "debug.log"
-    return Path("ingot-debug.log")

@@ -14,11 +14,13 @@ from ingot.train.run_files import SAMPLES
 class SampleLog:
     """Appends `BATCH: ID ID ...`."""
 
-    def __init__(self, run: Path, rank: int):
-        self.path = run / SAMPLES / f"rank-{rank}.txt"
+    def __init__(self, run: Path, rank: int, wanted: bool):
+        self.path, self.wanted = run / SAMPLES / f"rank-{rank}.txt", wanted
         self.file: IO[str] | None = None
 
     def write(self, batch: int, samples: np.ndarray) -> None:
+        if not self.wanted:
+            return
         if self.file is None:
             self.path.parent.mkdir(exist_ok=True)
             self.file = self.path.open("a", encoding="utf-8")

@@ -31,17 +31,8 @@ from ingot.model.init import build_model
 from ingot.parallel.fit import choose_layout
 from ingot.parallel.place import find_place
 from ingot.parallel.world import join_world, leave_world
+from ingot.train import device as devices
 from ingot.train.config import RunConfig
-from ingot.train.device import (
-    check_spread,
-    choose_compile,
-    choose_device,
-    device_memory,
-    make_deterministic,
-    memory_metrics,
-    peak_flops,
-    set_memory_budget,
-)
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.events import Reporter, Row
 from ingot.train.fingerprint import code_hash, config_hash
@@ -99,22 +90,19 @@ class Trainer:
         cleanup.callback(self.stop.close)
         # Whatever can be wrong with the input is found before the run folder is touched.
         place = find_place()
-        self.device, why = choose_device(config, place.local_rank)
+        self.device, why = devices.choose_device(config, place.local_rank)
         self.layout, layout_why = choose_layout(
             config.parallel, place.world, config.model, config.global_train_batch_size, config.work,
-            device_memory(self.device), place.local_world,
+            devices.device_memory(self.device), place.local_world,
         )  # fmt: skip
         spread = place.world > 1 or config.parallel.shard == 1
         if spread:
-            check_spread(config, self.layout)
+            devices.check_spread(config, self.layout)
         self.world = join_world(place, self.device, config.parallel.join_timeout) if spread else None
         self.first = place.rank == 0  # the process that writes
-        self.data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size, config.unscored)
-        self.eval_data = (
-            open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
-            if config.sources.eval
-            else None
-        )
+        asked = (config.max_seq_len, config.model.vocab_size, config.unscored)
+        self.data = open_dataset(config.sources.train, *asked)
+        self.eval_data = open_dataset(config.sources.eval, *asked) if config.sources.eval else None
         self.tokenizer = _find_tokenizer(config, self.data)
         self.clock = Clock(config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration)
         self.total = self.clock.total_batches
@@ -132,14 +120,14 @@ class Trainer:
                 "data": json.dumps(self.data.fingerprint()),
             })  # fmt: skip
 
-        deterministic = make_deterministic(config, self.device)
+        deterministic = devices.make_deterministic(config, self.device)
         torch.manual_seed(config.seed)
         kernel, why = choose_kernel(config.model, self.device)
-        compiled, compile_why = choose_compile(config, self.device, self.layout)
+        compiled, compile_why = devices.choose_compile(config, self.device, self.layout)
         if compiled and self.device.type == "cuda":  # on a CPU threads compile
             start_compilers()
         if isinstance(config.activation_checkpointing, float):
-            set_memory_budget(config.activation_checkpointing, compiled)
+            devices.set_memory_budget(config.activation_checkpointing, compiled)
         self.spread: Spread | None = None
         if self.world is None:
             model: Any = build_model(config.model, config.seed, self.device)
@@ -171,12 +159,11 @@ class Trainer:
         reporter.note(f"microbatch {micro} of a global batch of {config.global_train_batch_size}: {why}")
         self.flops = flops_per_token(config.model, config.max_seq_len)
         self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
-        self.peak, source = peak_flops(self.device, config.precision)
+        self.peak, source = devices.peak_flops(self.device, config.precision)
         reporter.note(f"peak {self.peak / 1e12:.3g} TFLOP/s for utilisation ({source})")
-        runnable: Any = model.compiled() if compiled and self.spread is None else model
+        self.runnable: Any = model.compiled() if compiled and self.spread is None else model
         reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
-        self.runnable = runnable
-        self.step = TrainStep(config, runnable, self.optimizer, self.device, micro, self.spread, self._accept)
+        self.step = TrainStep(config, self.runnable, self.optimizer, self.device, micro, self.spread, self._accept)
         total_loss = self.spread.total_loss if self.spread is not None else None
         self.guard = Guard(config.guards, total_loss, scaled=config.precision == "fp16")
         self.finding: Finding | None = None
@@ -188,7 +175,7 @@ class Trainer:
 
             self.communication = clock.CommunicationClock(self.device)
             cleanup.callback(self.communication.stop)
-        self.samples = SampleLog(self.folder, place.rank) if config.loggers.samples else None
+        self.samples = SampleLog(self.folder, place.rank, config.loggers.samples)
 
         self.lease: Lease | None = None
         if self.first:
@@ -246,7 +233,7 @@ class Trainer:
                         batches.close()
                         batches = self._open_batches()
                         continue
-                    if self.samples is not None and self.batch not in self.left_out:
+                    if self.batch not in self.left_out:
                         self.samples.write(self.batch, batch.samples)
                     if last or self.batch % log_every == 0:
                         loss, row = self._measure(step_loss, norm, window)
@@ -266,13 +253,12 @@ class Trainer:
                 if reason or save_due:
                     self.heartbeat.pause()
                     with window.waiting("checkpoint"):
-                        self._save(final=last or bool(reason))
+                        self.saving.save(self.batch, self._state, final=last or bool(reason))
                     last_save = time.monotonic()
         finally:
             garbage.close()
             batches.close()
-            if self.samples is not None:
-                self.samples.close()
+            self.samples.close()
         if reason:
             self.reporter.note(f"stopped after batch {self.batch} of {self.total}: {reason}")
         elif self.first:
@@ -286,12 +272,12 @@ class Trainer:
         return Window()
 
     def _open_batches(self) -> Generator[Batch, None, None]:
-        """The batches that are still to come."""
-        source = self.config.sources.train
-        seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
+        """The batches that are still to come, of each the slice that is this process's."""
+        config, source, size = self.config, self.config.sources.train, self.config.global_train_batch_size
+        part = self.layout.part(self.spread.mesh.data_rank, size) if self.spread is not None else None
         loader = Loader(
-            self.data, self.config.global_train_batch_size, seed=seed, shuffle=source.shuffle,
-            prefetch=self.config.sources.prefetch_batches, part=self._part(),
+            self.data, size, seed=config.order_seed(source), shuffle=source.shuffle,
+            prefetch=config.sources.prefetch_batches, part=part,
         )  # fmt: skip
         return loader.batches(self.batch)
 
@@ -310,8 +296,7 @@ class Trainer:
             raise finding.error(f", and guards.max_skips={self.config.guards.max_skips} batches were left out already")
         back = finding.policy == "rollback"
         if back:
-            if self.samples is not None:
-                self.samples.close()
+            self.samples.close()
             self.batch = -1
             state = self._resume()
             if self.batch < 0:
@@ -323,7 +308,9 @@ class Trainer:
             if back:
                 cut_back(self.folder, self.batch)
             action = f"back to batch {self.batch}, and without it from there" if back else "left out"
-            ids = np.sort(self._samples_of(finding.batch)).tolist()
+            source, size = self.config.sources.train, self.config.global_train_batch_size
+            order = self.data.order(self.config.order_seed(source), source.shuffle)
+            ids = np.sort(order.take(np.arange((finding.batch - 1) * size, finding.batch * size))).tolist()
             line = {"batch": finding.batch, "what": finding.what, "action": action, "samples": ids}
             with (self.folder / GUARDS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -331,11 +318,6 @@ class Trainer:
         if self.world is not None:
             dist.barrier()
         return back
-
-    def _samples_of(self, batch: int) -> np.ndarray:
-        source, size = self.config.sources.train, self.config.global_train_batch_size
-        seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
-        return self.data.order(seed, source.shuffle).take(np.arange((batch - 1) * size, batch * size))
 
     def _check_replicas(self) -> None:
         """Compare weights that should be the same on several processes; a corrupted one ends the run."""
@@ -352,7 +334,8 @@ class Trainer:
     def _step(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on a batch. If it does not fit into memory, the same batch again, in microbatches half as large."""
         self.optimizer.set_lr(lr_multiplier(self.config.scheduler, self.clock, self.batch - 1))
-        if self.spread is not None and self._has_dropout:
+        model = self.config.model
+        if self.spread is not None and max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0:
             # each process draws its own masks, anew for each step: nothing to save, whatever the layout
             torch.manual_seed(hash((self.config.seed, self.batch - 1, dist.get_rank())) % 2**63)
         while True:
@@ -373,26 +356,10 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """The loss on the validation data."""
-        assert self.eval_data is not None and self.config.sources.eval is not None
-        source = self.config.sources.eval
-        seed = source.shuffle_seed if source.shuffle_seed is not None else self.config.seed
-        return evaluate(
-            self.runnable, self.eval_data, batch=self.config.device_eval_batch_size or self.step.micro,
-            device=self.device, precision=self.config.precision, token_bytes=token_bytes(self.tokenizer, self.config),
-            order=self.eval_data.order(seed, source.shuffle),
-            max_samples=self.config.eval_samples, spread=self.spread, alive=self.heartbeat.alive,
-        )  # fmt: skip
-
-    def _part(self) -> tuple[int, int] | None:
-        """This process's slice of each global batch."""
-        if self.spread is None:
-            return None
-        return self.layout.part(self.spread.mesh.data_rank, self.config.global_train_batch_size)
-
-    @property
-    def _has_dropout(self) -> bool:
-        model = self.config.model
-        return max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0
+        assert self.eval_data is not None
+        batch = self.config.device_eval_batch_size or self.step.micro
+        run = (self.runnable, self.eval_data, self.device, batch, self.tokenizer, self.spread)
+        return evaluate(self.config, *run, alive=self.heartbeat.alive)
 
     def _measure(self, step_loss: torch.Tensor, norm: torch.Tensor, window: Window) -> tuple[float, Row]:
         """The row of this step. Reading the loss is the only place where the loop waits for the device."""
@@ -419,7 +386,7 @@ class Trainer:
             "time/train": self.train_seconds / 3600,
             "time/remaining_estimate": (self.total - self.batch) / rate / 3600,
             "trainer/device_train_microbatch_size": self.step.micro,
-            **memory_metrics(self.device),
+            **devices.memory_metrics(self.device),
         }
         if self.spread is not None:
             assert self.communication is not None
@@ -431,7 +398,7 @@ class Trainer:
             row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
             row["checkpoint/write_seconds"] = self.saving.saver.write_seconds
         if self.config.precision == "fp16":
-            row["trainer/loss_scale"] = float(self.step.scaler.get_scale())
+            row["trainer/loss_scale"] = self.step.scaler.get_scale()
         return loss, row
 
     def _over_ranks(self, row: Row, own_seconds: float) -> Row:
@@ -472,9 +439,6 @@ class Trainer:
             return due if self.spread is None else self.spread.first_says(due)  # clocks differ; saving is done together
         every = self.clock.interval(interval)
         return bool(every) and self.batch % every == 0
-
-    def _save(self, final: bool) -> None:
-        self.saving.save(self.batch, self._state, final)
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
@@ -527,14 +491,6 @@ class Trainer:
         self.train_seconds = float(state.get("train_seconds", 0.0))
         self.reporter.note(f"resumed from {manifest.folder} at batch {self.batch} of {self.total}")
         return state.get("reporter")
-
-
-def token_bytes(tokenizer: Tokenizer | None, config: RunConfig) -> np.ndarray | None:
-    """Bytes of text that each id of the model stands for; ids beyond the tokenizer's stand for none."""
-    table = tokenizer.token_bytes() if tokenizer is not None else None
-    if table is None:
-        return None
-    return np.pad(table, (0, max(0, config.model.vocab_size - len(table))))
 
 
 def _find_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:
