@@ -22,8 +22,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from ingot.checkpoint.hf import export_hf, hf_class, read_hf
-from ingot.checkpoint.hf_config import from_hf_config, to_hf_config
+from ingot.checkpoint.hf import export_hf, read_hf
+from ingot.checkpoint.hf_config import from_hf_config, hf_class, to_hf_config
 from ingot.errors import CheckpointError, DiskError
 from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT

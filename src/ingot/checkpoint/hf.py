@@ -18,14 +18,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ingot.checkpoint.hf_config import CLASS_OF_TYPE, from_hf_config, hf_class, to_hf_config
+from ingot.checkpoint.hf_config import CLASS_OF_TYPE, from_hf_config, to_hf_config
 from ingot.checkpoint.hf_weights import PREFIX, from_hf, hf_names, to_hf
 from ingot.checkpoint.manifest import sync
 from ingot.errors import CheckpointError, disk_error
 from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
-
-__all__ = ["TensorReader", "export_hf", "hf_class", "read_hf"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -86,21 +84,15 @@ def _converted(tensors: TensorReader, hf: str, config: ModelConfig, dtype: str |
         raise CheckpointError(f"cannot export: tensor {wrong[0]} {state} the model that its config describes")
     for name, shape in shapes.items():
         tensor = tensors.get(name).detach().cpu()
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"cannot export: {name} has shape {list(tensor.shape)}, its config says {list(shape)}"
-            )
+        if (found := tensor.shape) != shape:
+            raise CheckpointError(f"cannot export: {name} has shape {list(found)}, its config says {list(shape)}")
         if dtype is not None:
-            tensor = _cast(name, tensor, DTYPES[dtype])
+            exact, tensor = tensor, tensor.to(DTYPES[dtype])
+            if not tensor.isfinite().all() and exact.isfinite().all():
+                what = f"cannot export as {tensor.dtype}: {name} holds values that it cannot"
+                raise CheckpointError(f"{what}; choose bf16 or fp32")
         for theirs, part in zip(hf_names(hf, name), to_hf(hf, config, name, tensor), strict=True):
             yield theirs if name == "head.weight" else PREFIX[hf] + theirs, part
-
-
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.to(dtype)
-    if not cast.isfinite().all() and tensor.isfinite().all():
-        raise CheckpointError(f"cannot export as {dtype}: {name} holds values that it cannot; choose bf16 or fp32")
-    return cast
 
 
 def write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> str:
@@ -217,9 +209,8 @@ class _HFReader:
 
     def _must_have(self, name: str) -> None:
         if name not in self.stored:
-            raise CheckpointError(
-                f"{self.folder} lacks the tensor {PREFIX[self.hf]}{name} that its config.json calls for"
-            )
+            full = PREFIX[self.hf] + name
+            raise CheckpointError(f"{self.folder} lacks the tensor {full} that its config.json calls for")
 
     def _check(self) -> None:
         known = set()
@@ -227,23 +218,19 @@ class _HFReader:
             wanted = to_hf(self.hf, self.config, name, torch.empty(shape, device="meta"))
             for theirs, part in zip(hf_names(self.hf, name), wanted, strict=True):
                 self._must_have(theirs)
-                full, file = self.stored[theirs]
-                stored = file.get_slice(full)
-                if stored.get_shape() != list(part.shape):
-                    raise CheckpointError(
-                        f"{self.folder}: {full} has shape {stored.get_shape()}, its config.json says {list(part.shape)}"
-                    )
-                if stored.get_dtype() not in ("F64", "F32", "BF16", "F16"):
-                    raise CheckpointError(
-                        f"{self.folder}: {full} is stored as {stored.get_dtype()}; quantized weights are not supported"
-                    )
                 known.add(theirs)
+                full, file = self.stored[theirs]
+                found, kind = file.get_slice(full).get_shape(), file.get_slice(full).get_dtype()
+                what = f"{self.folder}: {full}"
+                if found != list(part.shape):
+                    raise CheckpointError(f"{what} has shape {found}, its config.json says {list(part.shape)}")
+                if kind not in ("F64", "F32", "BF16", "F16"):
+                    raise CheckpointError(f"{what} is stored as {kind}; quantized weights are not supported")
         head = hf_names(self.hf, "head.weight")[0]
         if self.config.tie_word_embeddings and head in self.stored:  # a copy that some tools write
             if not torch.equal(self._tensor(head), self._tensor(hf_names(self.hf, "wte.weight")[0])):
-                raise CheckpointError(
-                    f"{self.folder}: {self.stored[head][0]} differs from the embedding that config.json ties it to"
-                )
+                full = self.stored[head][0]
+                raise CheckpointError(f"{self.folder}: {full} differs from the embedding that config.json ties it to")
             known.add(head)
         if unknown := sorted(self.stored.keys() - known):
             raise CheckpointError(f"{self.folder}: {self.hf} has no place for the tensor {self.stored[unknown[0]][0]}")

@@ -25,7 +25,8 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
     with torch.device("meta"):
         model = GPT(config)
     model.to_empty(device=device)
-    fill_model(model, tensors, str(path))
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    fill_parameters(names, names.values(), tensors, str(path))
     return model.eval()
 
 
@@ -45,16 +46,11 @@ def model_config(manifest: Manifest) -> ModelConfig:
         raise CheckpointError(f"{manifest.folder}: the manifest does not describe a model ({error})") from None
 
 
-def fill_model(model: GPT, tensors: TensorReader, source: str) -> None:
-    """Copy weights into a model; every parameter must be there with its shape."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    fill_parameters(names, list(names.values()), tensors, source)
-
-
 def fill_parameters(
     parameters: dict[Tensor, str], model_names: Iterable[str], tensors: TensorReader, source: str
 ) -> None:
-    """Copy weights into the parameters of this process, which may be a part of the model that has `model_names`."""
+    """Copy weights into the parameters of this process, which may be a part of the model that has `model_names`; every
+    one of these must be there with its shape."""
     known, found = set(model_names), set(tensors.names())
     if missing := sorted(known - found):
         raise CheckpointError(f"{source} has no weight {missing[0]}: it is of another model")

@@ -191,7 +191,7 @@ class Snapshot:
     def __init__(self, tensors: Tensors, plan: Plan):
         self.files: dict[str, tuple[memoryview, memoryview]] = {}
         """Header and content by kind of file."""
-        self._pieces: Tensors = {}
+        self._pieces: list[tuple[str, str, Tensor]] = []
         chosen: Tensors = {}
         for section, name in plan.own:
             chosen.setdefault(section, {})[name] = local(tensors[section][name].detach())
@@ -200,9 +200,8 @@ class Snapshot:
             content = in_order(content)
             header, total = header_of(content), sum(tensor.nbytes for tensor in content.values())
             memory = mmap.mmap(-1, len(header) + max(total, 1))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):
-                    memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError, AttributeError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
             memory[: len(header)] = header
             buffer = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :].zero_()
             if cuda:
@@ -211,7 +210,7 @@ class Snapshot:
             self.files[section] = (view[: len(header)], view[len(header) : len(header) + total])
             for name, tensor in content.items():
                 piece = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                self._pieces.setdefault(section, {})[name] = piece
+                self._pieces.append((section, name, piece))
                 begin += tensor.nbytes
         self.on_gpu = cuda
         self._stream: Any = torch.cuda.Stream() if cuda else None
@@ -224,14 +223,13 @@ class Snapshot:
         self._done.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        for section, pieces in self._pieces.items():
-            for name, piece in pieces.items():
-                source = local(tensors[section][name].detach())
-                if source.is_cuda:
-                    with torch.cuda.stream(self._stream):
-                        piece.copy_(source, non_blocking=True)
-                else:
-                    self._todo.append((piece, source))
+        for section, name, piece in self._pieces:
+            source = local(tensors[section][name].detach())
+            if source.is_cuda:
+                with torch.cuda.stream(self._stream):
+                    piece.copy_(source, non_blocking=True)
+            else:
+                self._todo.append((piece, source))
 
     def finish(self) -> None:
         """In the writing thread: copy the rest, until all is here."""

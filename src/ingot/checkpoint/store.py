@@ -13,6 +13,7 @@ from torch import Tensor
 from ingot.checkpoint.manifest import (
     MANIFEST,
     MODEL,
+    Chunk,
     Entry,
     Manifest,
     file_name,
@@ -34,11 +35,7 @@ RNG = "rng"  # names of the generators' states begin with it and the number of t
 
 
 def save_checkpoint(
-    run: Path,
-    step: int,
-    tensors: Tensors,
-    state: dict[str, Any],
-    get: Callable[[str, str], Tensor] | None = None,
+    run: Path, step: int, tensors: Tensors, state: dict[str, Any], get: Callable[[str, str], Tensor] | None = None
 ) -> Path:
     """Write `checkpoints/STEP` under a run folder, at once and from this process alone; `tensors` are whole, and where
     `get` is given only described: it gives their values, by kind of file and name.
@@ -141,28 +138,16 @@ class CheckpointTensors:
 
     def read(self, name: str, target: Tensor, offsets: Sequence[int]) -> None:
         """Fill a tensor with the part of a stored one that begins at `offsets`."""
-        for chunk, there, here in self._overlaps(name, offsets, target.shape):
-            target[here].copy_(self._chunk(name, chunk)[there])
-
-    def files(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> set[str]:
-        """The files that `read` would read."""
-        parts = {chunk[0] for chunk, _, _ in self._overlaps(name, offsets, sizes)}
-        return {file_name(self.section, part, self.manifest.parts) for part in parts}
-
-    def _overlaps(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[Any, Any, Any]]:
-        """Chunks that have some of a box, with where in the chunk it is and where in the box it belongs."""
-        found = []
         for chunk in self.entries[name].chunks:
             there, here = [], []
-            for begin, size, offset, length in zip(offsets, sizes, chunk[1], chunk[2], strict=True):
+            for begin, size, offset, length in zip(offsets, target.shape, chunk[1], chunk[2], strict=True):
                 low, high = max(begin, offset), min(begin + size, offset + length)
                 there.append(slice(low - offset, high - offset))
                 here.append(slice(low - begin, high - begin))
             if all(place.start < place.stop for place in here):
-                found.append((chunk, tuple(there), tuple(here)))
-        return found
+                target[tuple(here)].copy_(self._chunk(name, chunk)[tuple(there)])
 
-    def _chunk(self, name: str, chunk: Any) -> Tensor:
+    def _chunk(self, name: str, chunk: Chunk) -> Tensor:
         file = file_name(self.section, chunk[0], self.manifest.parts)
         if file not in self._shards:
             self._shards[file] = Shard(self.manifest.folder / file)

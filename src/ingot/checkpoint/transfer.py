@@ -35,11 +35,7 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not empty; choose another folder")
     config, tensors = read(folder)
-    values = {
-        "name": out.name,
-        "max_seq_len": config.context,
-        "model": json.loads(config.model_dump_json()),
-    }
+    values = {"name": out.name, "max_seq_len": config.context, "model": json.loads(config.model_dump_json())}
     state = {"config": values, "source": folder.name, "versions": {"ingot": __version__}}
     try:
         described = {name: tensors.get(name).to("meta") for name in tensors.names()}  # one is in memory at a time

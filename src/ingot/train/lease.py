@@ -25,13 +25,8 @@ class Lease:
 
     def __init__(self, run: Path, expiry: float = EXPIRY_SECONDS):
         self.path, self.lost = run / OWNER, False
-        me = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": _start_time(os.getpid()),
-            "job": os.environ.get("SLURM_JOB_ID"),
-        }
-        self.content = json.dumps(me)
+        pid, job = os.getpid(), os.environ.get("SLURM_JOB_ID")
+        self.content = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start_time(pid), "job": job})
         try:
             self._take(expiry)
         except OSError as error:

@@ -109,21 +109,18 @@ class Optimizer:
         """`names` holds the parameters of this process with the names that they have in the whole model."""
         self.config, self.names = config, names
         self.parts: dict[str, torch.optim.Optimizer] = {}
-        hidden = {p for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
+        hidden = {p: name for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
         decay = config.weight_decay if config.name in ("adamw", "muon") else config.weight_decay / config.lr
         rest = [p for p in self.names if p not in hidden]
         groups = _decay_groups(rest, decay, decay if config.decay == "all" else 0.0)
+        label, lr, betas = LABELS.get(config.name, "AdamW"), config.lr, config.betas
         if config.name == "lion":
-            self.parts[LABELS["lion"]] = Lion(groups, config.lr, config.betas)
+            self.parts[label] = Lion(groups, lr, betas)
         else:
-            label = LABELS.get(config.name, "AdamW")
-            self.parts[label] = torch.optim.AdamW(
-                groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0, fused=True
-            )
+            self.parts[label] = torch.optim.AdamW(groups, lr, betas, config.eps, weight_decay=0.0, fused=True)
         if hidden:
-            ordered = [p for p in self.names if p in hidden]
-            self.parts["Muon"] = Muon(ordered, config.lr, config.momentum, decay)
+            self.parts["Muon"] = Muon(list(hidden), config.lr, config.momentum, decay)
 
     def set_lr(self, multiplier: float) -> None:
         for part in self.parts.values():
@@ -132,22 +129,20 @@ class Optimizer:
 
     def learning_rates(self) -> dict[str, float]:
         """The current rates under the names that dashboards have."""
-        rates = {}
-        for label, part in self.parts.items():
-            for number, group in enumerate(part.param_groups):
-                rates[f"lr-{label}/group{number}"] = float(group["lr"])
-        return rates
+        return {
+            f"lr-{label}/group{number}": float(group["lr"])
+            for label, part in self.parts.items()
+            for number, group in enumerate(part.param_groups)
+        }
 
     def step(self, overflow: Tensor | None = None) -> None:
         """Change the weights, unless `overflow` is 1; only AdamW learns of it without waiting for the device."""
         for part in self.parts.values():
-            if overflow is None:
-                part.step()
-            elif isinstance(part, torch.optim.AdamW):
+            if overflow is not None and isinstance(part, torch.optim.AdamW):
                 part.found_inf = overflow  # type: ignore[attr-defined]
-                part.step()
-            elif not overflow:
-                part.step()
+            elif overflow:
+                continue
+            part.step()
 
     def zero_grad(self) -> None:
         for part in self.parts.values():
@@ -155,12 +150,12 @@ class Optimizer:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state, as tensors named `KEY/PARAMETER`, such as `exp_avg/blocks.0.attn.qkv.weight`."""
-        tensors = {}
-        for part in self.parts.values():
-            for parameter, state in part.state.items():
-                for key, value in state.items():
-                    tensors[f"{key}/{self.names[parameter]}"] = value
-        return tensors
+        return {
+            f"{key}/{self.names[parameter]}": value
+            for part in self.parts.values()
+            for parameter, state in part.state.items()
+            for key, value in state.items()
+        }
 
     def state_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a whole model's state, given its parameters', of which this process may hold some."""

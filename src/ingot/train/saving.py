@@ -16,15 +16,7 @@ from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.remote import Uploader, fetch, find_places, is_url, newest_good
 from ingot.checkpoint.saver import Saver
 from ingot.checkpoint.shard import DTYPES
-from ingot.checkpoint.store import (
-    CHECKPOINTS,
-    DRAFT,
-    RNG,
-    CheckpointTensors,
-    restore_rng,
-    rng_tensors,
-    to_remove,
-)
+from ingot.checkpoint.store import CHECKPOINTS, DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
 from ingot.config.time import Clock
 from ingot.errors import CheckpointError, DiskError, disk_error
 from ingot.parallel.world import World

@@ -229,7 +229,7 @@ class Trainer:
                     step_loss, norm = self._step(batch)
                     if save_due:
                         self.finding = self.finding or self.guard.settle()  # what is saved has been judged
-                    if self.finding is not None and self._back_after(self.finding, batch):
+                    if self.finding is not None and self._back_after(self.finding):
                         batches.close()
                         batches = self._open_batches()
                         continue
@@ -286,7 +286,7 @@ class Trainer:
         self.finding = self.guard.look(self.batch, loss, norm)
         return self.finding is None
 
-    def _back_after(self, finding: Finding, batch: Batch) -> bool:
+    def _back_after(self, finding: Finding) -> bool:
         """Deal with a finding by its policy; says whether the run has gone back to a checkpoint."""
         self.finding = None
         if finding.policy == "stop":
@@ -358,8 +358,10 @@ class Trainer:
         """The loss on the validation data."""
         assert self.eval_data is not None
         batch = self.config.device_eval_batch_size or self.step.micro
-        run = (self.runnable, self.eval_data, self.device, batch, self.tokenizer, self.spread)
-        return evaluate(self.config, *run, alive=self.heartbeat.alive)
+        return evaluate(
+            self.config, self.runnable, self.eval_data, self.device, batch, self.tokenizer,
+            self.spread, self.heartbeat.alive,
+        )  # fmt: skip
 
     def _measure(self, step_loss: torch.Tensor, norm: torch.Tensor, window: Window) -> tuple[float, Row]:
         """The row of this step. Reading the loss is the only place where the loop waits for the device."""

@@ -79,21 +79,15 @@ def read_megatron(
     for key, have in {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": stages}.items():
         if (size := args.get(key)) not in (None, have):
             raise CheckpointError(f"{folder} holds slices for {key} {have}, its args say {size}; copy the whole folder")
-    rows = [
-        tp * sum(piece.shape[:1]) for name, piece in found[0, 0].tensors.items() if "word_embeddings.weight" in name
-    ]
-    if not rows:
+    embeddings = [piece for name, piece in found[0, 0].tensors.items() if "word_embeddings.weight" in name]
+    if not embeddings:
         raise CheckpointError(f"{files[0]} holds no model with word embeddings: it is no Megatron GPT")
-    if given is None:
-        given = _arguments(args, files[0])
+    rows = tp * sum(embeddings[0].shape[:1])
     padding = args.get("make_vocab_size_divisible_by")
     padding = padding if isinstance(padding, int) and padding > 0 else 128
-    if isinstance(given, Translation):
-        tokens = min(_tokens(args) or rows[0], rows[0])
-        fits = -(-tokens // padding) * padding <= rows[0]
-        config = checked_config(given, MODEL_KEYS, vocab_size=tokens, vocab_multiple=padding if fits else 1)
-    else:
-        config = given
+    tokens = min(_tokens(args) or rows, rows)
+    known = {"vocab_size": tokens, "vocab_multiple": padding if -(-tokens // padding) * padding <= rows else 1}
+    config = checked_config(given or _arguments(args, files[0]), MODEL_KEYS, **known)
     ranks = [_rank([found[stage, rank] for stage in range(stages)], config) for rank in range(tp)]
     version = found[0, 0].values.get("checkpoint_version") or 0
     qkv = "blocks" if version == 0 else "last" if version == 1 else "grouped"
@@ -102,9 +96,8 @@ def read_megatron(
 
 
 def _weights_file(folder: Path) -> Path:
-    for name in FILES:
-        if (folder / name).is_file():
-            return folder / name
+    if file := next((folder / name for name in FILES if (folder / name).is_file()), None):
+        return file
     raise CheckpointError(f"{folder} holds no {FILES[0]}; only checkpoints of --ckpt-format torch are imported")
 
 

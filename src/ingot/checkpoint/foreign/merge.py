@@ -77,7 +77,7 @@ class MergedTensors:
         if part.split(".")[-1] in COPIED or f"{part}.{leaf}" in ROW_BIASES:
             copied = slices(name)
             if f"{part}.{leaf}" in ROW_BIASES and self.layout.summed_biases:
-                return _total(copied)
+                return torch.stack([bias.float() for bias in copied]).sum(0).to(copied[0].dtype)
             centred = self.layout.centred_norms and "norm" in part and leaf == "weight"
             return _mean(copied).float() + 1 if centred else _mean(copied)
         merged = torch.cat(slices(name), dim=1 if f"{part}.{leaf}" in ROW_PARALLEL else 0)
@@ -89,32 +89,28 @@ class MergedTensors:
         """The fused projection of one rank, in our order."""
         config, width = self.config, self.config.head_width
         if f"{module}.{leaf}" not in rank:  # three projections
-            q, k, v = (read(rank[f"{module.removesuffix('qkv')}{p}.{leaf}"]) for p in "qkv")
-            return fuse_qkv(config, q, k, v)
+            return fuse_qkv(config, *(read(rank[f"{module.removesuffix('qkv')}{p}.{leaf}"]) for p in "qkv"))
         fused = read(rank[f"{module}.{leaf}"])
         if self.layout.qkv == "grouped":
             return fused
         if self.layout.qkv == "last":  # [heads, D, 3, ...], one key and value for every head
             return fused.reshape(-1, width, 3, *fused.shape[1:]).transpose(1, 2).reshape(fused.shape)
-        groups = config.kv_heads // len(self.ranks)
-        queries = config.n_heads // len(self.ranks)
-        q, k, v = fused.split([queries * width, groups * width, groups * width])
-        return fuse_qkv(config, q, k, v)
+        queries, groups = (heads // len(self.ranks) * width for heads in (config.n_heads, config.kv_heads))
+        return fuse_qkv(config, *fused.split([queries, groups, groups]))
 
     def _check_slices(self) -> None:
         first = self.ranks[0]
         for k, rank in enumerate(self.ranks):
             for name in sorted(first.keys() ^ rank.keys()):
-                piece, other = (first[name], k) if name in first else (rank[name], 0)
-                raise CheckpointError(f"{piece.origin} has {piece.name}, tensor-parallel rank {other} lacks it")
+                piece, lacks = (first[name], k) if name in first else (rank[name], 0)
+                raise CheckpointError(f"{piece.origin} has {piece.name}, tensor-parallel rank {lacks} lacks it")
             for name, piece in rank.items():
-                if piece.shape != first[name].shape:
-                    raise CheckpointError(
-                        f"{piece.origin}: {piece.name} has shape {piece.shape}, in {first[name].origin} it has "
-                        f"{first[name].shape}: these are not slices of one model"
-                    )
+                what, other = f"{piece.origin}: {piece.name}", first[name]
+                if piece.shape != other.shape:
+                    rest = f"in {other.origin} it has {other.shape}: these are not slices of one model"
+                    raise CheckpointError(f"{what} has shape {piece.shape}, {rest}")
                 if piece.dtype not in ("F64", "F32", "BF16", "F16"):
-                    raise CheckpointError(f"{piece.origin}: {piece.name} is stored as {piece.dtype}; use floats")
+                    raise CheckpointError(f"{what} is stored as {piece.dtype}; use floats")
 
     def _check_shapes(self) -> None:
         used: set[Piece] = set()
@@ -133,9 +129,8 @@ class MergedTensors:
                 reason = str(error).splitlines()[0]
                 raise CheckpointError(f"{self.where}: {name} does not fit its config: {reason}") from None
             if shape != wanted:
-                raise CheckpointError(
-                    f"{self.where}: {name} comes out as {list(shape)}, its config says {list(wanted)}"
-                )
+                sizes = f"{name} comes out as {list(shape)}, its config says {list(wanted)}"
+                raise CheckpointError(f"{self.where}: {sizes}")
         for name, piece in self.ranks[0].items():
             if name == "head.weight" and self.config.tie_word_embeddings:  # the last pipeline stage has a copy
                 if not all(torch.equal(rank[name].get(), rank["wte.weight"].get()) for rank in self.ranks):
@@ -152,15 +147,13 @@ def _mean(copies: list[Tensor]) -> Tensor:
     return torch.stack([copy.float() for copy in copies]).mean(0).to(first.dtype)
 
 
-def _total(parts: list[Tensor]) -> Tensor:
-    return torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
-
-
-def checked_config(translation: Translation, model_keys: str, **known: Any) -> ModelConfig:
+def checked_config(translation: ModelConfig | Translation, model_keys: str, **known: Any) -> ModelConfig:
     """The model of a translated run description; keys of the run, which is over, are none of our business.
 
-    `known` is what the tensors themselves say.
+    `known` is what the tensors themselves say. A model of a native file is taken as it is.
     """
+    if isinstance(translation, ModelConfig):
+        return translation
     translation.rows = {
         key: row for key, row in translation.rows.items() if key in model_keys.split() or key.startswith("model.")
     }

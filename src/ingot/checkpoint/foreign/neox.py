@@ -42,33 +42,26 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
     """The config and the parameters in a `global_stepN` folder."""
     found = list(_tensors(folder, work))  # rank, layer, name, piece
     tp = max((rank for rank, *_ in found), default=0) + 1
-    rows = [
-        tp * sum(piece.shape[:1]) for _, layer, name, piece in found if (layer, name) == (0, "word_embeddings.weight")
-    ]
-    if not rows:
+    embeddings = [piece for _, layer, name, piece in found if (layer, name) == (0, "word_embeddings.weight")]
+    if not embeddings:
         raise CheckpointError(f"{folder} has no word_embeddings.weight in layer 0: it is no GPT-NeoX model")
     if given is None:
-        files = [
-            str(file) for file in sorted((folder / "configs").glob("*")) if file.suffix in (".yml", ".yaml", ".json")
-        ]
+        files = [file for file in sorted((folder / "configs").glob("*")) if file.suffix in (".yml", ".yaml", ".json")]
         if not files:
-            raise CheckpointError(
-                f"{folder} has no configs/*.yml; give the files it was trained with, as --config FILE"
-            )
-        given = translate(ModelConfig, files, "neox")
+            how = "give the files it was trained with, as --config FILE"
+            raise CheckpointError(f"{folder} has no configs/*.yml; {how}")
+        given = translate(ModelConfig, list(map(str, files)), "neox")
+    known = {"vocab_size": tp * sum(embeddings[0].shape[:1])}
     if isinstance(given, Translation):
         if (size := given.get("model_parallel_size", 1)) != tp:
             raise CheckpointError(
                 f"{folder} holds slices of {tp} tensor-parallel ranks, its config says model_parallel_size {size}; "
                 "copy the whole folder"
             )
-        known = {"vocab_size": rows[0]}
         if given.values["model"].get("activation") == "swiglu":  # its width has been computed in several ways
             down = [p.shape for _, layer, name, p in found if layer == 2 and MODULES.get(name[:-7]) == "mlp.down"]
             known |= {"ffn_hidden_size": tp * down[0][-1]} if down else {}
-        config = checked_config(given, MODEL_KEYS, **known)
-    else:
-        config = given
+    config = checked_config(given, MODEL_KEYS, **known)
     ranks: list[Rank] = [{} for _ in range(tp)]
     for rank, layer, name, piece in found:
         if not BUFFER.search(name):

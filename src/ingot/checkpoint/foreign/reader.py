@@ -53,8 +53,7 @@ class Piece:
         return str(self.file.get_slice(self.name).get_dtype())
 
     def get(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor
+        return self.file.get_tensor(self.name)
 
 
 @dataclass(frozen=True)
