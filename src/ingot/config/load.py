@@ -48,7 +48,7 @@ def load_config(
     """
     command = _read_command(schema, arguments, dialect)
     if command.dialect is not None:
-        translation = _translate(schema, command)
+        translation = _translate(command)
         translation.check()
         origins, values = Origins(translation.origins), translation.values
     else:
@@ -69,7 +69,7 @@ def translate(schema: type[BaseModel], arguments: Sequence[str], dialect: str | 
     command = _read_command(schema, arguments, dialect)
     if command.dialect is None:
         raise ConfigError("this is a native config already; `ingot config show` prints it with every default")
-    return _translate(schema, command)
+    return _translate(command)
 
 
 def validate(schema: type[SchemaT], values: dict[str, Any], origins: Origins | None = None) -> SchemaT:
@@ -144,7 +144,7 @@ def _detect(sources: list[Source], native: frozenset[str]) -> str:
     return common[0]
 
 
-def _translate(schema: type[BaseModel], command: Command) -> Translation:
+def _translate(command: Command) -> Translation:
     dialect = command.dialect
     assert dialect is not None
     merged, places = OmegaConf.create({}), dict[str, str]()

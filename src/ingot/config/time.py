@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic_core import core_schema
 
 # batches (optimizer steps), epochs, samples (sequences), tokens, fraction of max_duration, wall-clock time
 UNITS = ("ba", "ep", "sp", "tok", "dur", "sec", "min", "h")
@@ -55,14 +55,8 @@ class Time:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        def validate(value: Any) -> "Time":
-            try:
-                return cls.parse(value)
-            except ValueError as error:
-                raise PydanticCustomError("duration", "{reason}", {"reason": str(error)}) from None
-
         return core_schema.no_info_plain_validator_function(
-            validate, serialization=core_schema.plain_serializer_function_ser_schema(str)
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
     @classmethod

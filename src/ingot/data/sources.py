@@ -14,26 +14,13 @@ from typing import IO
 
 import numpy as np
 
-from ingot.data.documents import (
-    BLOCK_BYTES,
-    Block,
-    FindCut,
-    column_bytes,
-    count_lines,
-    cut_lines,
-    jsonl_block,
-    newlines,
-    open_parquet,
-    read_batches,
-    read_file,
-    read_stream,
-    read_to_newline,
-)
+from ingot.data import documents
+from ingot.data.documents import Block
 from ingot.data.hub import read_hub
 from ingot.data.input_files import Guarded, ReadOptions, SourceFile, is_lines, open_file, open_raw
 from ingot.errors import DataError
 
-PIECE_BYTES = BLOCK_BYTES
+PIECE_BYTES = documents.BLOCK_BYTES
 _COUNTED_BYTES = 1 << 30  # how far into a file bad lines that are skipped get their number: counting is reading it all
 
 
@@ -90,19 +77,20 @@ def plan_pieces(files: Sequence[SourceFile], whole_files: bool, options: ReadOpt
     yield from flush()
 
 
-def read_piece(piece: Piece, handed: bytes, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
+def read_piece(piece: Piece, handed: bytes, options: ReadOptions, find_cut: documents.FindCut) -> Iterator[Block]:
     """The documents of a piece, in blocks of bounded size. `find_cut` says where a huge text may be cut."""
+    path = piece.files[0].path
     if piece.how == "range":
         yield from _read_range(piece, options)
     elif piece.how == "lines":
-        yield jsonl_block(handed, piece.first_record, piece.files[0].path, options)
+        yield documents.jsonl_block(handed, piece.first_record, path, options)
     elif piece.how == "texts":
         yield unpack_block(handed)
     elif piece.how == "groups":
-        yield from read_batches(piece.files[0].path, options, range(piece.start, piece.end), piece.first_record)
+        yield from documents.read_batches(path, options, range(piece.start, piece.end), piece.first_record)
     else:
         for file in piece.files:
-            yield from read_file(file, options, find_cut)
+            yield from documents.read_file(file, options, find_cut)
 
 
 def pack_block(block: Block) -> bytes:
@@ -133,20 +121,20 @@ def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
             start = piece.start
             if start:
                 file.seek(start - 1)
-                start += len(read_to_newline(file, piece.end - start + 1)) - 1
+                start += len(documents.read_to_newline(file, piece.end - start + 1)) - 1
             if start >= piece.end:  # all of it belongs to a line that begins before
                 return
             data = file.read(piece.end - start)
             if len(data) < piece.end - start:
                 raise DataError(f"{path}: became shorter while it was read")
             if not data.endswith(b"\n"):
-                data += read_to_newline(file, options.max_document_bytes + 1)
+                data += documents.read_to_newline(file, options.max_document_bytes + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    block = jsonl_block(data, 0, path, options)
+    block = documents.jsonl_block(data, 0, path, options)
     if block.bad and start:  # only now is it worth knowing on which line the range begins
         if start < _COUNTED_BYTES or not options.skip_bad:
-            block = jsonl_block(data, count_lines(path, start), path, options)
+            block = documents.jsonl_block(data, documents.count_lines(path, start), path, options)
         else:
             block.path = f"{path} (from byte {start:,})"
     yield block
@@ -154,8 +142,8 @@ def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
 
 def _parquet_pieces(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece, bytes]]:
     """Row groups, several small ones together; a file of one huge row group is handed over in blocks."""
-    table = open_parquet(file.path, options.key)
-    sizes = [column_bytes(table, group, options.key) for group in range(table.num_row_groups)]
+    table = documents.open_parquet(file.path, options.key)
+    sizes = [documents.column_bytes(table, group, options.key) for group in range(table.num_row_groups)]
     if max(sizes, default=0) > 4 * PIECE_BYTES:
         yield from _handed_over(file, options)
         return
@@ -173,18 +161,18 @@ def _handed_over(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece
     """Blocks of a file that only one process can read, cut without looking into them where lines allow it."""
     done = 0
     if file.format == "parquet":
-        for block in read_batches(file.path, options):
+        for block in documents.read_batches(file.path, options):
             yield Piece("texts", (file,), size=sum(map(len, block.texts)) // 2), pack_block(block)
     elif is_lines(file):
         first = 0
         with open_file(file, options) as stream:
-            for lines in cut_lines(stream, options):
+            for lines in documents.cut_lines(stream, options):
                 before, done = done, _position(stream)
                 yield Piece("lines", (file,), size=done - before, first_record=first), lines
-                first += newlines(lines)
+                first += documents.newlines(lines)
     else:
         with open_file(file, options) as stream:
-            for block in read_stream(stream, file.format, file.path, options, lambda text, low, high: None):
+            for block in documents.read_stream(stream, file.format, file.path, options, lambda text, low, high: None):
                 before, done = done, _position(stream)
                 yield Piece("texts", (file,), size=done - before), pack_block(block)
 
