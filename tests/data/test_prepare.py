@@ -24,6 +24,7 @@ from ingot.data.engine import choose_engine
 from ingot.data.files import write_json
 from ingot.data.prepare import prepare
 from ingot.data.prepare_pool import Pool, WorkerProcess
+from ingot.data.prepare_run import Preparation, SplitReport
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import DataError, DiskError
@@ -563,6 +564,22 @@ def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -
 def test_contradicting_options_are_one_sentence(arguments: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         command(*arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"no_wrap": True}, {"tokenizer": None}, {"format": "indexed"}], ids=str)
+def test_no_part_outlives_the_shards_that_need_it(
+    options: dict, corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+    assemble = Preparation._assemble
+
+    def look(self: Preparation) -> SplitReport:
+        left.extend(path.name for path in (self.work / "parts").glob("*.data"))
+        return assemble(self)
+
+    monkeypatch.setattr(Preparation, "_assemble", look)
+    prepare(corpus, tmp_path / "out", **{"tokenizer": tokenizer, **OPTIONS, **options})
+    assert left == []
 
 
 def test_a_prepared_split_opens_in_the_loader(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

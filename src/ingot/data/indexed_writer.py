@@ -1,22 +1,20 @@
 """Megatron's `.bin/.idx` pair, byte for byte, in bounded memory.
 
-`.bin` is the tokens, back to back. `.idx` (little endian): 9 bytes of magic, uint64 version, uint8 dtype code, uint64
-sequences S, uint64 documents + 1, then int32 lengths[S], int64 byte offsets[S], int64 document_indices[documents + 1].
-Megatron keeps all lengths in Python lists; here they stand in one file per piece and are streamed three times.
+The format stands in `indexed`. Megatron keeps all lengths in Python lists; here they stand in one file per piece and
+are streamed three times.
 """
 
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ingot.data.files import begin_to_store, whole_file
+from ingot.data.indexed import DTYPES, HEADER, MAGIC
 from ingot.errors import DataError, disk_error
 
-MAGIC = b"MMIDIDX\x00\x00"
-DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 
 def default_dtype(vocab_size: int) -> str:
@@ -24,32 +22,29 @@ def default_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size < 65500 else "int32"
 
 
-def write_idx(path: Path, dtype: np.dtype, length_files: Sequence[Path]) -> tuple[int, int]:
-    """Write an `.idx` from files of document lengths (int32, 0 for an empty document); returns documents and tokens."""
+def write_idx(path: Path, dtype: np.dtype, length_files: Sequence[Path]) -> None:
+    """Write an `.idx` from files of document lengths (int32, 0 for an empty document)."""
     if dtype.name not in DTYPE_CODES:
         raise DataError(f"token_type={dtype.name}: the indexed format knows {', '.join(DTYPE_CODES)}")
-    documents = sequences = tokens = 0
+    documents = sequences = 0
     for lengths in _lengths(length_files):
         documents += len(lengths)
         sequences += int(np.count_nonzero(lengths))
-        tokens += int(lengths.sum(dtype=np.int64))
     with whole_file(path) as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, DTYPE_CODES[dtype.name], sequences, documents + 1))
+        file.write(HEADER.pack(MAGIC, 1, DTYPE_CODES[dtype.name], sequences, documents + 1))
         for lengths in _lengths(length_files):
             file.write(lengths[lengths > 0].tobytes())
         offset = 0
         for lengths in _lengths(length_files):
             sizes = lengths[lengths > 0].astype(np.int64) * dtype.itemsize
-            ends = np.cumsum(sizes) + offset
-            file.write((ends - sizes).tobytes())
-            offset = int(ends[-1]) if len(ends) else offset
-        file.write(struct.pack("<q", 0))
+            file.write((np.cumsum(sizes) - sizes + offset).tobytes())
+            offset += int(sizes.sum())
+        file.write(bytes(8))
         before = 0
         for lengths in _lengths(length_files):
-            seen = np.cumsum(lengths > 0, dtype=np.int64) + before
-            file.write(seen.tobytes())
-            before = int(seen[-1]) if len(seen) else before
-    return documents, tokens
+            filled = lengths > 0
+            file.write((np.cumsum(filled, dtype=np.int64) + before).tobytes())
+            before += int(np.count_nonzero(filled))
 
 
 def copy_into(target: Path, offset: int, source: Path) -> None:

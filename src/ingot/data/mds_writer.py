@@ -1,9 +1,7 @@
 """MDS, the shard format of MosaicML's Streaming, byte for byte.
 
-A shard (little endian): uint32 n, uint32 offsets[n + 1] from the start of the file, a JSON of the columns, n samples.
-A sample of one variable-size column: uint32 length, then the value. A token array: one byte `ndim << 2 | k`, its
-length as uint8/16/32/64 (k = 0..3), the values. Streaming writes samples one by one; a shard of equal token samples is
-a matrix, so here it is filled by a few numpy assignments.
+The format stands in `mds`. Streaming writes samples one by one; a shard of equal token samples is a matrix, so here it
+is filled by a few numpy assignments.
 """
 
 import json

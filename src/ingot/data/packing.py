@@ -116,67 +116,45 @@ class Packer:
         return Shard(len(self.shard_units) - 1, parts, irregular)
 
 
-class _WrappedPacker(Packer):
-    """Samples of equal length, back to back: sample i is tokens [i * L, (i + 1) * L)."""
-
-    needs_lengths = False
-
-    def __init__(self, plan: Plan, folder: Path):
-        super().__init__(plan, folder)
-        self.per_shard = samples_per_shard(plan)
-        self.start = 0
-
-    def pending_samples(self) -> int:
-        return (self.end - self.start) // self.plan.concat_tokens
-
-    def _plan(self, part: int, begin: int) -> Iterator[Shard]:
-        while min(self.pending_samples(), self.limit - self.samples) >= self.per_shard:
-            yield self._take(self.per_shard)
-
-    def _plan_rest(self) -> Iterator[Shard]:
-        rest = self.pending_samples()
-        if not self.plan.drop_last:
-            rest = -(-(self.end - self.start) // self.plan.concat_tokens)  # the last one may be shorter
-        last = self.samples + min(rest, self.limit - self.samples)
-        while self.samples < last:
-            yield self._take(min(last - self.samples, self.per_shard))
-
-    def _take(self, samples: int) -> Shard:
-        start = self.start
-        self.start = min(start + samples * self.plan.concat_tokens, self.end)
-        return self._shard(start, self.start, samples, self.start - start)
-
-
-class _DocumentPacker(Packer):
-    """Samples that begin with a document; what does not fill its sample is left out, as LLM Foundry's no_wrap does."""
+class _TokenPacker(Packer):
+    """Samples of equal length, back to back or, as LLM Foundry's no_wrap has it, each begun by a document: what does
+    not fill its sample is then left out."""
 
     def __init__(self, plan: Plan, folder: Path):
         super().__init__(plan, folder)
+        self.needs_lengths = plan.no_wrap
         self.per_shard = samples_per_shard(plan)
-        self.starts: list[int] = []
-        self.sample_start = 0
+        self.starts: list[int] = []  # of the samples that are in no planned shard
+        self.next_start = 0
 
     def pending_samples(self) -> int:
         return len(self.starts)
 
     def _plan(self, part: int, begin: int) -> Iterator[Shard]:
-        ends = np.cumsum(self._document_lengths(part), dtype=np.int64) + begin
         length = self.plan.concat_tokens
-        while (document := int(np.searchsorted(ends, self.sample_start + length))) < len(ends):
-            self.starts.append(self.sample_start)
-            self.sample_start = int(ends[document])
+        if self.plan.no_wrap:
+            ends = np.cumsum(self._document_lengths(part), dtype=np.int64) + begin
+            while (document := int(np.searchsorted(ends, self.next_start + length))) < len(ends):
+                self.starts.append(self.next_start)
+                self.next_start = int(ends[document])
+        else:
+            whole = (self.end - self.next_start) // length
+            self.starts += range(self.next_start, self.next_start + whole * length, length)
+            self.next_start += whole * length
         while min(len(self.starts), self.limit - self.samples) >= self.per_shard:
             yield self._take(self.per_shard)
 
     def _plan_rest(self) -> Iterator[Shard]:
+        if self.next_start < self.end and not self.plan.no_wrap and not self.plan.drop_last:
+            self.starts.append(self.next_start)  # the last sample may be shorter
         while count := min(len(self.starts), self.per_shard, self.limit - self.samples):
             yield self._take(count)
 
     def _take(self, samples: int) -> Shard:
         starts, self.starts = np.array(self.starts[:samples], dtype=np.int64), self.starts[samples:]
-        length = self.plan.concat_tokens
-        begin, end = int(starts[0]), int(starts[-1]) + length
-        return self._shard(begin, end, samples, samples * length, (starts - begin).tobytes())
+        begin, end = int(starts[0]), min(int(starts[-1]) + self.plan.concat_tokens, self.end)
+        units = min(samples * self.plan.concat_tokens, end - begin)
+        return self._shard(begin, end, samples, units, (starts - begin).tobytes() if self.plan.no_wrap else b"")
 
 
 class _TextPacker(Packer):
@@ -223,9 +201,7 @@ class _IndexedPacker(Packer):
 def make_packer(plan: Plan, folder: Path) -> Packer:
     if plan.format == "indexed":
         return _IndexedPacker(plan, folder)
-    if plan.is_text:
-        return _TextPacker(plan, folder)
-    return _DocumentPacker(plan, folder) if plan.no_wrap else _WrappedPacker(plan, folder)
+    return _TextPacker(plan, folder) if plan.is_text else _TokenPacker(plan, folder)
 
 
 def samples_per_shard(plan: Plan) -> int:

@@ -126,14 +126,13 @@ def prepare(
             size_limit=size_limit,
             options=ReadOptions("", max_document_bytes, max_expansion, on_error == "skip"),
         )
-        chosen = None
-        name, reason = "none", "text is kept as text"
-        if tok and pool:
-            name, reason = pool.load(tok, engine)
-        elif tok:
-            chosen = choose_engine(tok, engine)
-            name, reason = chosen.name, chosen.reason
+        name, chosen = "none", None
         if tok:
+            if pool:
+                name, reason = pool.load(tok, engine)
+            else:
+                chosen = choose_engine(tok, engine)
+                name, reason = chosen.name, chosen.reason
             reporter.say(f"engine: {name} ({reason})")
         for key in keys:
             target = Target.choose(Path(out_root), split, format, output_prefix, key)

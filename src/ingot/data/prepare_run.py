@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import queue
 import shutil
 import threading
 from collections import deque
@@ -35,11 +34,14 @@ from ingot.data.packing import Plan, Shard, make_packer, part_paths
 from ingot.data.prepare_pool import Pool
 from ingot.data.prepare_worker import BUCKETS, LONGEST, Worker
 from ingot.data.progress import Reporter, follow
-from ingot.data.sources import Piece, plan_pieces
+from ingot.data.sources import plan_pieces
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, disk_error
 
-Tasks = queue.Queue[tuple[int, Piece, bytes] | None]
+_AHEAD = 2  # pieces that are read before a worker asks for them
+
+Task = tuple[dict[str, Any], bytes, int]
+"""What a worker shall do, the bytes that it needs for it, and how much of the input that is."""
 
 
 @dataclass
@@ -125,9 +127,11 @@ class Preparation:
         self.running = 0
         self.pieces_ended: int | None = None  # number of pieces, once known
         self.prefix = 0  # pieces [0, prefix) are done and in the packer
-        self.shard_tasks: deque[tuple[dict[str, Any], bytes]] = deque()
-        self.waiting_parts: dict[int, int] = {}  # shards that still need a part; at 0 it is removed
-        self.shard_parts: dict[int, list[int]] = {}
+        self.shard_tasks: deque[Task] = deque()
+        self.piece_tasks: deque[Task] = deque()
+        self.first_parts: list[int] = []  # of each planned shard
+        self.shards_ended = 0  # shards [0, shards_ended) are done
+        self.parts_ended = 0  # parts [0, parts_ended) are removed
 
     def run(self) -> SplitReport:
         """Do everything that is left, and put the result in place."""
@@ -267,14 +271,12 @@ class Preparation:
     # ---- the work ----
 
     def _work(self) -> None:
-        tasks: Tasks = queue.Queue(maxsize=2)
-        stop = threading.Event()
-        reader = threading.Thread(target=self._read_pieces, args=(tasks, stop), daemon=True)
+        reader = threading.Thread(target=self._read_pieces, daemon=True)
         reader.start()
         try:
             if isinstance(self.workers, Pool):
                 runs = [worker.start(self.plan, self.work) for worker in self.workers.workers]
-                threads = [threading.Thread(target=self._drive, args=(run, tasks), daemon=True) for run in runs]
+                threads = [threading.Thread(target=self._drive, args=(run,), daemon=True) for run in runs]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
@@ -282,40 +284,42 @@ class Preparation:
                         thread.join(0.2)
                         self.reporter.refresh()
             else:
-                self._drive(Worker(self.plan, self.work, self.workers).run, tasks)
+                self._drive(Worker(self.plan, self.work, self.workers).run)
         finally:
-            stop.set()
             with self.lock:
                 self.stopped = True
                 self.lock.notify_all()
             while reader.is_alive():
-                with contextlib.suppress(queue.Empty):
-                    tasks.get_nowait()
-                reader.join(0.05)
+                reader.join(0.2)
         if self.error:
             raise self.error[1]
 
-    def _read_pieces(self, tasks: Tasks, stop: threading.Event) -> None:
+    def _read_pieces(self) -> None:
         """A thread: the pieces that are not done yet, a few ahead of use."""
+        count = 0
         try:
-            number = 0
-            for number, (piece, handed) in enumerate(plan_pieces(self.files, self.whole_files, self.plan.options), 1):
-                if stop.is_set():
-                    return
-                if number - 1 in self.pieces:
-                    self.reporter.skip(piece.size, self.pieces[number - 1])
-                elif (number - 1) % self.turns == self.turn:
-                    tasks.put((number - 1, piece, handed))
+            for number, (piece, handed) in enumerate(plan_pieces(self.files, self.whole_files, self.plan.options)):
+                count = number + 1
+                with self.lock:
+                    if number in self.pieces:
+                        self.reporter.skip(piece.size)
+                    elif number % self.turns == self.turn:
+                        self.lock.wait_for(lambda: self.stopped or len(self.piece_tasks) < _AHEAD)
+                        head = {"task": "tokenize", "number": number, "piece": asdict(piece)}
+                        self.piece_tasks.append((head, handed, piece.size))
+                        self.lock.notify_all()
+                    if self.stopped:
+                        return
             with self.lock:
-                self.pieces_ended = number if self.pieces_ended is None else self.pieces_ended
+                self.pieces_ended = count if self.pieces_ended is None else self.pieces_ended
+                self.lock.notify_all()
         except Exception as error:
             self._fail(1 << 60, error)
-        tasks.put(None)
 
-    def _drive(self, run: Callable[..., dict[str, Any]], tasks: Tasks) -> None:
+    def _drive(self, run: Callable[..., dict[str, Any]]) -> None:
         """Give one worker its tasks until there are none."""
         try:
-            while task := self._next_task(tasks):
+            while task := self._next_task():
                 head, blob, size = task
                 del task
                 done = run(head, blob, self.reporter.advance)
@@ -328,33 +332,21 @@ class Preparation:
         except Exception as error:
             self._fail(0, error)
 
-    def _next_task(self, tasks: Tasks) -> tuple[dict[str, Any], bytes, int] | None:
-        """A task, its bytes, and how much of the input it is. Shards first: they let parts be removed."""
-        while True:
-            with self.lock:
+    def _next_task(self) -> Task | None:
+        """Waits for a task; None if there will be no more. Shards first: they let parts be removed."""
+        with self.lock:
+            while True:
                 self._advance()
                 if self.error or self.stopped:
                     return None
-                if self.shard_tasks:
+                enough = self.enough
+                if tasks := self.shard_tasks or (None if enough else self.piece_tasks):
                     self.running += 1
-                    return (*self.shard_tasks.popleft(), 0)
-                if self.enough:
-                    if self.running == 0:
-                        return None
-                    self.lock.wait(0.5)
-                    continue
-            item = None
-            with contextlib.suppress(queue.Empty):
-                item = tasks.get(timeout=0.02)
-                if item is None:
-                    tasks.put(None)  # for the other drivers
-            with self.lock:
-                if item and (self.pieces_ended is None or item[0] < self.pieces_ended):  # not beyond max_samples
-                    self.running += 1
-                    number, piece, handed = item
-                    return {"task": "tokenize", "number": number, "piece": asdict(piece)}, handed, piece.size
-                if not self.enough:
-                    self.lock.wait(0.02)
+                    self.lock.notify_all()  # the reader, for which there may be room
+                    return tasks.popleft()
+                if enough and self.running == 0:
+                    return None
+                self.lock.wait(0.5)
 
     @property
     def enough(self) -> bool:
@@ -376,8 +368,7 @@ class Preparation:
         line = json.dumps({"task": head["task"], "number": number, "done": done})
         self.journal.write(line + "\n")
         self.journal.flush()
-        if head["task"] == "shard":
-            self._release(number)
+        self._remove_parts()
 
     def _advance(self) -> None:
         """Give finished pieces, in order, to the packer; it says which shards can be written."""
@@ -393,25 +384,23 @@ class Preparation:
 
     def _plan_shards(self, planned: list[Shard]) -> None:
         for shard in planned:
-            parts = [part for part, _, _ in shard.parts]
-            self.shard_parts[shard.number] = parts
-            for part in parts:
-                self.waiting_parts[part] = self.waiting_parts.get(part, 0) + 1
-            if shard.number in self.shards:
-                self._release(shard.number)
-            else:
+            self.first_parts.append(shard.parts[0][0])
+            if shard.number not in self.shards:
                 head = {"task": "shard", "number": shard.number, "parts": shard.parts}
-                self.shard_tasks.append((head, shard.irregular))
+                self.shard_tasks.append((head, shard.irregular, 0))
 
-    def _release(self, shard: int) -> None:
-        """Remove the parts that no shard needs any more."""
-        for part in self.shard_parts.pop(shard):
-            self.waiting_parts[part] -= 1
-            if self.waiting_parts[part] == 0 and part < self.packer.open_part:
-                data, lengths = part_paths(self.work, part)
-                data.unlink(missing_ok=True)
-                if not self.packer.needs_lengths:
-                    lengths.unlink(missing_ok=True)
+    def _remove_parts(self) -> None:
+        """Remove the parts that no shard needs any more: shards lie in the parts in order."""
+        while self.shards_ended in self.shards:
+            self.shards_ended += 1
+        planned = self.shards_ended < len(self.first_parts)
+        needed = self.first_parts[self.shards_ended] if planned else self.packer.open_part
+        for part in range(self.parts_ended, min(needed, self.prefix)):
+            data, lengths = part_paths(self.work, part)
+            data.unlink(missing_ok=True)
+            if not self.packer.needs_lengths:
+                lengths.unlink(missing_ok=True)
+            self.parts_ended = part + 1
 
     # ---- after ----
 

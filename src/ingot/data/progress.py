@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -65,7 +65,7 @@ class Reporter:
         with self._lock:
             self.done += size
 
-    def skip(self, size: int, done: dict[str, Any]) -> None:
+    def skip(self, size: int) -> None:
         """Input that an earlier run had finished."""
         with self._lock:
             self.done += size
