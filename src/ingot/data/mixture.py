@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from ingot.data.order import U64, Order, mix, permute
 from ingot.data.windows import Dataset
 from ingot.errors import DataError
 
-T = TypeVar("T")
 BLOCK = 1 << 14
 ANNOUNCE_EVERY = 1024  # positions
 SOURCE_SHIFT = 48  # a mixture's sample id: the source above this bit, the sample within it below
@@ -85,7 +84,8 @@ class Mixture(Dataset):
         weighted = [(d.bytes_per_token or 0.0) * n / whole for d, n in zip(self._datasets, self.shares, strict=True)]
         self.bytes_per_token = sum(weighted) if all(weighted) else None
         self._announced = range(0)
-        self.stage = Stage(0, self._by_name(self.shares), self._by_name([0] * len(self.names)), rule)
+        shares = dict(zip(self.names, self.shares, strict=True))
+        self.stage = Stage(0, shares, dict.fromkeys(self.names, 0), rule)
 
     def describe(self) -> str:
         lines = [f"mixture of {len(self.names)}: {self.tokens:,} tokens, {self.samples:,} samples of {self.seq_len}"]
@@ -108,11 +108,11 @@ class Mixture(Dataset):
             if known.get(name, fingerprint) != fingerprint or not name:
                 raise DataError(f"the training data {name} is not what the checkpoint was trained on; put it back")
         stage = Stage(**state["stage"])
-        shares = self._by_name(self.shares)
+        shares = dict(zip(self.names, self.shares, strict=True))
         if (stage.shares, stage.rule) == (shares, self.rule):
             self.stage = replace(stage, shares=shares)  # in this file's order
         else:
-            taken = self._by_name([0] * len(self.names)) | stage.taken_at(position)  # one that left may return
+            taken = dict.fromkeys(self.names, 0) | stage.taken_at(position)  # one that left may return
             self.stage = Stage(position, shares, taken, self.rule)
 
     def taken(self, position: int) -> dict[str, int]:
@@ -155,9 +155,6 @@ class Mixture(Dataset):
         for k in np.unique(source).tolist():
             here = np.flatnonzero(source == k)
             yield self._datasets[k], here, ids[here] & ((1 << SOURCE_SHIFT) - 1)
-
-    def _by_name(self, values: Sequence[T]) -> dict[str, T]:
-        return dict(zip(self.names, values, strict=True))
 
 
 class MixtureOrder(Order):

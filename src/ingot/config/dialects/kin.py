@@ -125,7 +125,7 @@ def put_documents(t: Translation, flags: dict[str, str], eod: int | None) -> Non
         t.rows["eod_mask_loss"].text += "; the mean is over all tokens of a batch, as with calculate_per_token_loss"
 
 
-def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets], split: str) -> None:
+def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets]) -> None:
     """Data sets with weights: `whole` is cut by documents, `parts` (training, then validation) are named one by one."""
     if bool(whole) == any(parts.values()):
         t.refuse("data_path", f"name the data once: with data_path, or with {' and '.join(parts)}")
@@ -133,7 +133,7 @@ def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets], split:
         _blend(t, native, sets, key)
     if not whole:
         return
-    numbers = re.findall(r"[0-9]*\.?[0-9]+", str(t.get("split", split)))
+    numbers = re.findall(r"[0-9]*\.?[0-9]+", str(t.get("split", "969, 30, 1")))
     shares = [float(number) for number in numbers] + [0.0, 0.0, 0.0]
     if not shares[0] or len(numbers) > 3:
         t.refuse("split", "write the shares of training, validation and test, such as 969,30,1")
@@ -163,6 +163,7 @@ def _blend(t: Translation, native: str, sets: DataSets, key: str) -> list[str]:
 
 
 def put_checkpoints(t: Translation, interval: str) -> None:
+    """Where checkpoints go and come from, how often they are saved, and how often a line is logged."""
     save, load = t.get("save"), t.get("load")
     if save is not None:
         t.put("save_folder", str(save), "save")
@@ -173,3 +174,4 @@ def put_checkpoints(t: Translation, interval: str) -> None:
             t.refuse("load", "another run's optimizer state is not taken over, its weights are with finetune, after "
                      "`ingot import`; to continue a run of your own, let load and save be the same")  # fmt: skip
     t.skip("the same command continues the run", "load", "finetune")
+    t.put("log_interval", count(t.number("log_interval", 100)), "log_interval")

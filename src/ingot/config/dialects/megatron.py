@@ -173,12 +173,11 @@ def _training(t: Translation) -> None:
     model = math.prod(t.size(key, 1) for key in axes)
     kin.put_batch(t, "global_batch_size", t.said("micro_batch_size", "batch_size"), None, 0, model)
     sets = {f"{part}_data_path": _weighted(t, f"{part}_data_path") for part in ("train", "valid")}
-    kin.put_data(t, _weighted(t, "data_path"), sets, "969, 30, 1")
+    kin.put_data(t, _weighted(t, "data_path"), sets)
     kin.put_eval(t, t.number("eval_interval"))
     if t.get("full_validation"):
         t.put("eval_subset_num_batches", -1, "full_validation")
     kin.put_checkpoints(t, "save_interval")
-    t.put("log_interval", kin.count(t.number("log_interval", 100)), "log_interval")
     t.put("precision", "bf16" if t.get("bf16") else "fp16" if t.get("fp16") else "fp32", "bf16", "fp16")
     flags = ("recompute_granularity", "checkpoint_activations", "recompute_activations")
     usual = "full" if t.get(flags[1]) else "selective" if t.get(flags[2]) else "none"

@@ -184,7 +184,6 @@ def _training(t: Translation) -> None:
     micro = t.said("train_micro_batch_size_per_gpu", "batch_size")
     kin.put_batch(t, "train_batch_size", micro, t.said("gradient_accumulation_steps", "gas"), world, tensor * pipeline)
     kin.put_checkpoints(t, "checkpoint_factor")
-    t.put("log_interval", kin.count(t.number("log_interval", 100)), "log_interval")
     kinds = ("precision", "fp16.enabled", "bf16.enabled", "fp16.type")
     bf16 = t.get("bf16.enabled", False) or t.get("fp16.type") == "bfloat16"
     default = "bfloat16" if bf16 else "fp16" if t.get("fp16.enabled", False) else "fp32"
@@ -204,7 +203,7 @@ def _data(t: Translation) -> None:
             weights = []
         parts[f"{part}_data_paths"] = list(zip(weights or [1.0] * len(paths), paths, strict=True))
         t.skip("weights of the mixture", f"{part}_data_weights")
-    kin.put_data(t, [(None, t.get("data_path"))] if t.get("data_path") else [], parts, "969, 30, 1")
+    kin.put_data(t, [(None, t.get("data_path"))] if t.get("data_path") else [], parts)
     kin.put_eval(t, t.number("eval_interval", 1000))
 
 
