@@ -49,7 +49,7 @@ class Pool:
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [str(pair[1].fileno()) for pair in pairs]
         self.server = subprocess.Popen(
-            [sys.executable, "-m", "ingot.data.prepare_server", *theirs, *(["tokenizes"] if tokenizes else [])],
+            [sys.executable, "-m", "ingot.data.prepare_worker", *theirs, *(["tokenizes"] if tokenizes else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **_ENV},
