@@ -10,6 +10,7 @@ they are opened: hashing would read all of them before the first step. `ingot in
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ingot.data.cache import Cache, Wanted
@@ -191,9 +192,7 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
         return Wanted(info.raw, info.packed or info.raw, info.compression)
 
     def open_shard(number: int) -> MdsShard:
-        def opener(path: Path) -> MdsShard:
-            return MdsShard(path, infos[number], raw_type)
-
+        opener = partial(MdsShard, info=infos[number], raw_type=raw_type)
         return cache.open(wanted(number), opener) if cache else opener(folder / infos[number].raw.basename)
 
     fetch_ahead = _fetch_ahead(cache, wanted) if cache else None
@@ -252,9 +251,7 @@ def _open_indexed(
         return Wanted(part, ShardFile(bin_path.name, part.bytes, {}), begin=number * CHUNK_BYTES)
 
     def open_shard(number: int) -> FlatShard:
-        def opener(path: Path) -> FlatShard:
-            return FlatShard(path, index.dtype, sizes[number])
-
+        opener = partial(FlatShard, dtype=index.dtype, tokens=sizes[number])
         return cache.open(wanted(number), opener) if cache else opener(bin_path)
 
     return Windows(
