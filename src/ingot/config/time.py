@@ -79,17 +79,13 @@ class Clock:
 
     def batches(self, time: Time) -> float:
         """How many batches a duration is; a fraction where it does not come out even."""
-        match time.unit:
-            case "ba":
-                return time.value
-            case "sp":
-                return time.value / self.batch_samples
-            case "tok":
-                return time.value / (self.batch_samples * self.sample_tokens)
-            case "ep":
-                return time.value * self.epoch_samples / self.batch_samples
-            case "dur":
-                return time.value * self.batches(self.max_duration)
+        in_a_batch = {"ba": 1, "sp": self.batch_samples, "tok": self.batch_samples * self.sample_tokens}
+        if time.unit in in_a_batch:
+            return time.value / in_a_batch[time.unit]
+        if time.unit == "ep":
+            return time.value * self.epoch_samples / self.batch_samples
+        if time.unit == "dur":
+            return time.value * self.batches(self.max_duration)
         raise ValueError(f"{time} is wall-clock time and has no fixed number of batches")
 
     @property
