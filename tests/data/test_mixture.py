@@ -124,7 +124,7 @@ def test_other_data_under_the_name_of_a_source_is_refused(tmp_path: Path) -> Non
     state["sources"]["books"] = "another"
     with pytest.raises(DataError, match="the training data books is not what the checkpoint was trained on"):
         open_mix(tmp_path, web=1, books=1).resume(state, 5)
-    with pytest.raises(DataError, match="is not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match="was trained on one data set, not on a mixture"):
         open_mix(tmp_path, web=1, books=1).resume({"fingerprint": "of a single data set"}, 5)
 
 

@@ -27,7 +27,7 @@ from ingot.errors import ConfigError
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: a restart with less memory adds it
+MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: out-of-memory errors name it
 
 
 class Origins(dict[str, str]):

@@ -104,8 +104,10 @@ class Mixture(Dataset):
     def resume(self, state: dict[str, Any], position: int) -> None:
         """Continue at a position. Sources may come and go, and shares that differ begin a new stage."""
         known = self._fingerprints()
-        for name, fingerprint in state.get("sources", {"": None}).items():
-            if known.get(name, fingerprint) != fingerprint or not name:
+        if "sources" not in state:
+            raise DataError("the checkpoint was trained on one data set, not on a mixture; put data.train back")
+        for name, fingerprint in state["sources"].items():
+            if known.get(name, fingerprint) != fingerprint:
                 raise DataError(f"the training data {name} is not what the checkpoint was trained on; put it back")
         stage = Stage(**state["stage"])
         shares = dict(zip(self.names, self.shares, strict=True))
