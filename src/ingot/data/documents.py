@@ -124,13 +124,7 @@ def cut_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[bytes]:
 
 def read_to_newline(file: IO[bytes], limit: int) -> bytes:
     """What is left of a line, up to a number of bytes."""
-    parts: list[bytes] = []
-    while limit > 0 and (line := file.readline(min(limit, READ_BYTES))):
-        parts.append(line)
-        limit -= len(line)
-        if line.endswith(b"\n"):
-            break
-    return b"".join(parts)
+    return file.readline(limit)
 
 
 def newlines(data: bytes) -> int:

@@ -35,20 +35,16 @@ def shard_config(encoding: str, compression: str | None, size_limit: int = SIZE_
 
 def header_bytes(config: dict[str, Any]) -> int:
     """Bytes that a shard needs besides its samples and their offsets (4 bytes each)."""
-    return 4 + 4 + len(_config_json(config))
+    return len(shard_begin(np.zeros(0, dtype=np.int64), config))
 
 
 def shard_begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
     """Everything before the samples, whose sizes in bytes are given, [samples]."""
-    text = _config_json(config)
+    text = json.dumps(config, sort_keys=True).encode()
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     offsets += 4 + 4 * len(offsets) + len(text)
     return np.uint32(len(sizes)).tobytes() + offsets.astype(np.uint32).tobytes() + text
-
-
-def _config_json(config: dict[str, Any]) -> bytes:
-    return json.dumps(config, sort_keys=True).encode()
 
 
 def rows_body(rows: np.ndarray) -> bytes:

@@ -66,10 +66,11 @@ class Packer:
         self.finished = False
         self.shard_units: list[int] = []  # units in each planned shard
         self.samples = 0  # in planned shards
+        self.pending: list[int] = []  # where samples start that are in no planned shard; of texts, their sizes
 
     @property
     def is_full(self) -> bool:
-        return self.samples + self.pending_samples() >= self.limit
+        return self.samples + len(self.pending) >= self.limit
 
     @property
     def open_part(self) -> int:
@@ -88,10 +89,6 @@ class Packer:
         """The shards of what is left."""
         self.finished = True
         return list(self._plan_rest())
-
-    def pending_samples(self) -> int:
-        """Samples that are there and in no planned shard."""
-        return 0
 
     def _plan(self, part: int, begin: int) -> Iterable[Shard]:
         raise NotImplementedError
@@ -123,35 +120,34 @@ class _TokenPacker(Packer):
     def __init__(self, plan: Plan, folder: Path):
         super().__init__(plan, folder)
         self.needs_lengths = plan.no_wrap
-        self.per_shard = samples_per_shard(plan)
-        self.starts: list[int] = []  # of the samples that are in no planned shard
+        length, itemsize = plan.concat_tokens, np.dtype(plan.dtype).itemsize
+        sample = 4 + len(mds.row_head(length, itemsize)) + length * itemsize  # with its offset
+        # what Streaming's writer puts into a shard before it begins the next
+        self.per_shard = max(1, (plan.size_limit - mds.header_bytes(plan.shard_config)) // sample)
         self.next_start = 0
-
-    def pending_samples(self) -> int:
-        return len(self.starts)
 
     def _plan(self, part: int, begin: int) -> Iterator[Shard]:
         length = self.plan.concat_tokens
         if self.plan.no_wrap:
             ends = np.cumsum(self._document_lengths(part), dtype=np.int64) + begin
             while (document := int(np.searchsorted(ends, self.next_start + length))) < len(ends):
-                self.starts.append(self.next_start)
+                self.pending.append(self.next_start)
                 self.next_start = int(ends[document])
         else:
             whole = (self.end - self.next_start) // length
-            self.starts += range(self.next_start, self.next_start + whole * length, length)
+            self.pending += range(self.next_start, self.next_start + whole * length, length)
             self.next_start += whole * length
-        while min(len(self.starts), self.limit - self.samples) >= self.per_shard:
+        while min(len(self.pending), self.limit - self.samples) >= self.per_shard:
             yield self._take(self.per_shard)
 
     def _plan_rest(self) -> Iterator[Shard]:
         if self.next_start < self.end and not self.plan.no_wrap and not self.plan.drop_last:
-            self.starts.append(self.next_start)  # the last sample may be shorter
-        while count := min(len(self.starts), self.per_shard, self.limit - self.samples):
+            self.pending.append(self.next_start)  # the last sample may be shorter
+        while count := min(len(self.pending), self.per_shard, self.limit - self.samples):
             yield self._take(count)
 
     def _take(self, samples: int) -> Shard:
-        starts, self.starts = np.array(self.starts[:samples], dtype=np.int64), self.starts[samples:]
+        starts, self.pending = np.array(self.pending[:samples], dtype=np.int64), self.pending[samples:]
         begin, end = int(starts[0]), min(int(starts[-1]) + self.plan.concat_tokens, self.end)
         units = min(samples * self.plan.concat_tokens, end - begin)
         return self._shard(begin, end, samples, units, (starts - begin).tobytes() if self.plan.no_wrap else b"")
@@ -162,12 +158,8 @@ class _TextPacker(Packer):
 
     def __init__(self, plan: Plan, folder: Path):
         super().__init__(plan, folder)
-        self.sizes: list[int] = []
         self.start = 0
         self.used = self.base = mds.header_bytes(plan.shard_config)
-
-    def pending_samples(self) -> int:
-        return len(self.sizes)
 
     def _plan(self, part: int, begin: int) -> Iterator[Shard]:
         for size in self._document_lengths(part).tolist():
@@ -177,14 +169,14 @@ class _TextPacker(Packer):
                 continue
             if self.used + size + 8 > self.plan.size_limit:
                 yield from self._plan_rest()
-            self.sizes.append(size)
+            self.pending.append(size)
             self.used += size + 8
 
     def _plan_rest(self) -> Iterator[Shard]:
-        if self.sizes:
-            sizes, start = np.array(self.sizes, dtype=np.int64), self.start
-            self.start += sum(self.sizes)
-            self.sizes, self.used = [], self.base
+        if self.pending:
+            sizes, start = np.array(self.pending, dtype=np.int64), self.start
+            self.start += sum(self.pending)
+            self.pending, self.used = [], self.base
             yield self._shard(start, self.start, len(sizes), self.start - start, sizes.tobytes())
 
 
@@ -202,10 +194,3 @@ def make_packer(plan: Plan, folder: Path) -> Packer:
     if plan.format == "indexed":
         return _IndexedPacker(plan, folder)
     return _TextPacker(plan, folder) if plan.is_text else _TokenPacker(plan, folder)
-
-
-def samples_per_shard(plan: Plan) -> int:
-    """How many samples Streaming's writer puts into a shard before it begins the next."""
-    length, itemsize = plan.concat_tokens, np.dtype(plan.dtype).itemsize
-    sample = 4 + len(mds.row_head(length, itemsize)) + length * itemsize  # with its offset
-    return max(1, (plan.size_limit - mds.header_bytes(plan.shard_config)) // sample)

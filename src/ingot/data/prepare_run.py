@@ -98,26 +98,21 @@ class Target:
         return self.folder / (f"{self.stem}.meta.json" if self.stem else "meta.json")
 
 
+@dataclass(eq=False)
 class Preparation:
     """One split on its way: which pieces and shards are done, what comes next."""
 
-    def __init__(
-        self,
-        target: Target,
-        plan: Plan,
-        files: list[SourceFile],
-        tokenizer: Tokenizer | None,
-        workers: Pool | Engine | None,
-        reporter: Reporter,
-        share: tuple[int, int] | None = None,
-    ):
-        """workers: the processes that do the work; else it is done in this one, with this engine.
-        share: (turn, turns), for one of several processes, which turns pieces into parts and nothing else."""
-        self.share = share
-        self.turn, self.turns = share or (0, 1)  # its pieces: those whose number is `turn` modulo `turns`
-        self.target, self.plan, self.files, self.tokenizer = target, plan, files, tokenizer
-        self.workers, self.reporter = workers, reporter
-        self.work, self.packer = target.work, make_packer(plan, target.work)
+    target: Target
+    plan: Plan
+    files: list[SourceFile]
+    tokenizer: Tokenizer | None
+    workers: Pool | Engine | None  # the processes that do the work; else it is done in this one, with this engine
+    reporter: Reporter
+    share: tuple[int, int] | None = None  # (turn, turns) of one of several processes, which makes parts and no more
+
+    def __post_init__(self) -> None:
+        self.turn, self.turns = self.share or (0, 1)  # its pieces: those whose number is `turn` modulo `turns`
+        self.work, self.packer = self.target.work, make_packer(self.plan, self.target.work)
         self.signature = self._signature()
         self.pieces: dict[int, dict[str, Any]] = {}  # finished pieces and what was in them
         self.shards: dict[int, dict[str, Any]] = {}  # finished shards and their index entries
