@@ -23,7 +23,7 @@ from ingot.checkpoint.hf_weights import PREFIX, from_hf, hf_names, to_hf
 from ingot.checkpoint.manifest import sync
 from ingot.errors import CheckpointError, disk_error
 from ingot.model.config import ModelConfig
-from ingot.model.gpt import GPT
+from ingot.model.gpt import parameter_shapes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -236,11 +236,10 @@ class _HFReader:
             raise CheckpointError(f"{self.folder}: {self.hf} has no place for the tensor {self.stored[unknown[0]][0]}")
 
 
-def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model and its shape; nothing is allocated."""
     try:
-        with torch.device("meta"):
-            return {name: parameter.shape for name, parameter in GPT(config).named_parameters()}
+        return parameter_shapes(config)
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
         raise CheckpointError(f"the config describes an impossible model: {str(error).splitlines()[0]}") from None
 

@@ -55,15 +55,12 @@ class Manifest(msgspec.Struct, frozen=True):
     """What a checkpoint holds."""
 
     step: int
-    parts: int
-    """Files of each kind: one for each process that wrote."""
+    parts: int  # files of each kind: one for each process that wrote
     files: dict[str, File]
-    tensors: dict[str, dict[str, Entry]]
-    """By kind of file and name."""
+    tensors: dict[str, dict[str, Entry]]  # by kind of file and name
     state: dict[str, Any]
     """Everything that is not a tensor: config, progress, position in metrics.jsonl."""
-    folder: Path = Path()
-    """Where it lies; not written down."""
+    folder: Path = Path()  # where it lies; not written down
 
     @property
     def bytes(self) -> int:

@@ -16,8 +16,7 @@ from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.shard import DTYPE_NAMES
 from ingot.parallel.weights import is_spread, local, local_offsets
 
-Tensors = dict[str, dict[str, Tensor]]
-"""By kind of file and name."""
+Tensors = dict[str, dict[str, Tensor]]  # by kind of file and name
 Piece = tuple[str, str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """What a process holds of a tensor: kind of file, name, type, the whole's shape, where in it this begins, its shape."""
 

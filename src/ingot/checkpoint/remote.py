@@ -225,8 +225,7 @@ class Uploader:
         self.ranks = Ranks(world, "upload")
         self.news: list[tuple[str, bool]] = []
         self.problem: str | None = None
-        self.step: int | None = None
-        """Of the checkpoint that is on its way."""
+        self.step: int | None = None  # of the checkpoint that is on its way
         self._thread: threading.Thread | None = None
 
     def start(self, folder: Path) -> None:

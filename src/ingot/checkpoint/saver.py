@@ -48,8 +48,7 @@ class Saver:
         self.uploader: Uploader | None = None
         self.news: list[tuple[str, bool]] = []
         """What to tell the user, oldest first, and whether it is a warning; the loop takes it from here."""
-        self.problem: str | None = None
-        """Why the last save failed."""
+        self.problem: str | None = None  # why the last save failed
         self.stall_seconds = self.write_seconds = 0.0
         """Of the last save: what the loop waited, and how long the thread took."""
         self._thread: threading.Thread | None = None
@@ -189,8 +188,7 @@ class Snapshot:
     """
 
     def __init__(self, tensors: Tensors, plan: Plan):
-        self.files: dict[str, tuple[memoryview, memoryview]] = {}
-        """Header and content by kind of file."""
+        self.files: dict[str, tuple[memoryview, memoryview]] = {}  # header and content by kind of file
         self._pieces: list[tuple[str, str, Tensor]] = []
         chosen: Tensors = {}
         for section, name in plan.own:

@@ -51,10 +51,8 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
 
 def tokenizer_folder(path: Path) -> Path | None:
     """The tokenizer that belongs to a run folder, a checkpoint of one, or a Hugging Face folder."""
-    for folder in (path / "tokenizer", path, path.parent.parent / "tokenizer"):
-        if (folder / TOKENIZER_FILE).is_file():
-            return folder
-    return None
+    folders = (path / "tokenizer", path, path.parent.parent / "tokenizer")
+    return next((folder for folder in folders if (folder / TOKENIZER_FILE).is_file()), None)
 
 
 def tokenizer_of(path: Path) -> Tokenizer:

@@ -27,12 +27,9 @@ class Evaluation:
     tokens: int
     bits_per_byte: float | None
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
-
     def metrics(self) -> dict[str, float]:
-        row = {"metrics/eval/LanguageCrossEntropy": self.loss, "metrics/eval/LanguagePerplexity": self.perplexity}
+        perplexity = math.exp(min(self.loss, 700.0))
+        row = {"metrics/eval/LanguageCrossEntropy": self.loss, "metrics/eval/LanguagePerplexity": perplexity}
         if self.bits_per_byte is not None:
             row["metrics/eval/BitsPerByte"] = self.bits_per_byte
         return row

@@ -1,5 +1,4 @@
-"""Losses and gradients that are no numbers, losses that jump: found, and dealt with alike on
-all processes.
+"""Losses and gradients that are no numbers, losses that jump: found, and dealt with alike on all processes.
 
 All decide from numbers that a reduction has made the same everywhere, so no message is needed to agree. On a GPU the
 numbers of a step are looked at while the next one runs, and the loop does not wait; only `skip`, which must know before

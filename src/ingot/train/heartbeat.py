@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +36,8 @@ class Beat:
     allowed: float
     started: float
     batch: int
-    world_collectives: int
-    """How many it has joined of those that all processes join."""
-    collectives: int
-    """How many it has joined, over all groups."""
+    world_collectives: int  # how many it has joined of those that all processes join
+    collectives: int  # how many it has joined, over all groups
 
     def late(self, now: float) -> float:
         """Seconds beyond what was allowed; negative while all is well."""
@@ -90,16 +89,11 @@ def collectives_joined() -> tuple[int, int]:
     """The sequence number of the group of all processes, and the sum of those of all groups."""
     # None before torch has been imported, by another thread perhaps
     groups = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    world, total = 0, 0
+    counts = {}
     for group in list(groups.pg_map) if groups is not None else []:
-        try:
-            count = group._get_sequence_number_for_group()
-        except RuntimeError:  # a backend that does not count
-            continue
-        total += count
-        if groups is not None and group is groups.default_pg:
-            world = count
-    return world, total
+        with suppress(RuntimeError):  # a backend that does not count
+            counts[group] = group._get_sequence_number_for_group()
+    return (counts.get(groups.default_pg, 0) if groups is not None else 0), sum(counts.values())
 
 
 def read_beat(path: Path) -> Beat | None:

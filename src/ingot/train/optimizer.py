@@ -113,7 +113,10 @@ class Optimizer:
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
         decay = config.weight_decay if config.name in ("adamw", "muon") else config.weight_decay / config.lr
         rest = [p for p in self.names if p not in hidden]
-        groups = _decay_groups(rest, decay, decay if config.decay == "all" else 0.0)
+        matrices, vectors = [p for p in rest if p.ndim >= 2], [p for p in rest if p.ndim < 2]
+        vector_decay = decay if config.decay == "all" else 0.0
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": vector_decay}]
+        groups = [group for group in groups if group["params"]]
         label, lr, betas = LABELS.get(config.name, "AdamW"), config.lr, config.betas
         if config.name == "lion":
             self.parts[label] = Lion(groups, lr, betas)
@@ -190,11 +193,3 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, scal
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     return scale_to_limit(gradients, norm, limit, scale)
-
-
-def _decay_groups(parameters: list[Tensor], decay: float, vector_decay: float) -> list[dict]:
-    """Matrices and embeddings in one group, biases and norms in another."""
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": vector_decay}]
-    return [group for group in groups if group["params"]]

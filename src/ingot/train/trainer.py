@@ -66,8 +66,7 @@ class Result:
     batches: int
     loss: float | None
     evaluation: Evaluation | None
-    stopped: str = ""
-    """Why it stopped before its end; empty if it has finished."""
+    stopped: str = ""  # why it stopped before its end; empty if it has finished
 
 
 def train(config: RunConfig, reporter: Reporter, fresh: bool = False) -> Result:

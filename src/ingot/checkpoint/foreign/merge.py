@@ -33,14 +33,12 @@ class Layout:
     qkv: str = "grouped"
     """In a slice: `grouped` as ours (each key/value head: queries, key, value), `blocks` (all queries, all keys, all
     values), or `last` (for each row of each head: query, key, value)."""
-    glu: tuple[str, str] = ("gate", "up")
-    """The order of the two halves of a fused gated projection."""
+    glu: tuple[str, str] = ("gate", "up")  # the order of the two halves of a fused gated projection
     summed_biases: bool = False
     """Row-parallel biases are added on every rank before the reduction, so the model's bias is their sum."""
     padding: int = 1
     """Rows of the embedding are padded to a multiple of this; what our config does not need is cut."""
-    centred_norms: bool = False
-    """Norm weights are stored less one."""
+    centred_norms: bool = False  # norm weights are stored less one
 
 
 class MergedTensors:

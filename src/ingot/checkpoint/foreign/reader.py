@@ -40,8 +40,7 @@ class Piece:
     """One tensor in a file that the child wrote; read when asked for."""
 
     name: str
-    origin: Path
-    """The `.pt` file that it came from."""
+    origin: Path  # the `.pt` file that it came from
     file: Any
 
     @property

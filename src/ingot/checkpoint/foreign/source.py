@@ -64,9 +64,9 @@ def recognise(source: Path) -> tuple[str, Path]:
         return "megatron", folder
     if is_neox(folder):
         return "neox", folder
-    states = [f for f in source.glob("*rank0.pt") if f.is_file()]
+    states = {f.name: [int(n) for n in re.findall(r"\d+", f.name)] for f in source.glob("*rank0.pt") if f.is_file()}
     if states:  # latest-rank0.pt, or else ep0-ba1000-rank0.pt with the most batches
-        return "foundry", max(states, key=lambda f: (f.name == "latest-rank0.pt", _numbers(f.name), f.name))
+        return "foundry", source / max(states, key=lambda name: (name == "latest-rank0.pt", states[name], name))
     raise CheckpointError(f"{source} holds no checkpoint of Hugging Face (config.json), Composer (*-rank0.pt), "
                           "GPT-NeoX (global_stepN) or Megatron (iter_NNNNNNN)")  # fmt: skip
 
@@ -81,10 +81,6 @@ def _pointed_to(folder: Path) -> Path:
                 raise CheckpointError(f"{folder / pointer} names {text[:40]!r}, which is not in that folder")
             return found
     return folder
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def described(config: str, dialect: str) -> ModelConfig | Translation:
