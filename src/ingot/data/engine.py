@@ -34,24 +34,16 @@ class Rules:
     cuts_are_safe: bool  # a long text may be cut between words
     prefix: list[int]  # what the tokenizer itself puts before each document, such as Llama's `<s>`
     suffix: list[int]
+    probes: list[str]  # texts that tell engines apart
+    probe_ids: list[list[int]]  # what Hugging Face makes of each
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "Rules":
         normalizes = tokenizer.backend.normalizer is not None
-        return Rules(tokenizer.json, normalizes, tokenizer.is_byte_level, *_document_frame(tokenizer))
-
-
-@dataclass(frozen=True)
-class Probes:
-    """Texts that tell engines apart, and the ids that Hugging Face gives each."""
-
-    texts: list[str]
-    ids: list[list[int]]
-
-    @staticmethod
-    def of(tokenizer: Tokenizer) -> "Probes":
-        texts = hostile_texts(tokenizer, count=1000, seed=0)
-        return Probes(texts, [e.ids for e in tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)])
+        prefix, suffix = _document_frame(tokenizer)
+        probes = hostile_texts(tokenizer, count=1000, seed=0)
+        ids = [e.ids for e in tokenizer.backend.encode_batch_fast(probes, add_special_tokens=False)]
+        return Rules(tokenizer.json, normalizes, tokenizer.is_byte_level, prefix, suffix, probes, ids)
 
 
 class Engine:
@@ -160,10 +152,10 @@ class Engine:
 
 def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
     """The fastest engine that gives Hugging Face's ids, or the one asked for (`gigatoken`, `hf`)."""
-    return pick_engine(Rules.of(tokenizer), Probes.of(tokenizer), wanted)
+    return pick_engine(Rules.of(tokenizer), wanted)
 
 
-def pick_engine(rules: Rules, probes: Probes, wanted: str) -> Engine:
+def pick_engine(rules: Rules, wanted: str) -> Engine:
     """The same in a process that has no need of Hugging Face's tokenizer yet."""
     if wanted == "hf":
         return Engine(rules, "hf", "asked for")
@@ -177,10 +169,11 @@ def pick_engine(rules: Rules, probes: Probes, wanted: str) -> Engine:
         reason = f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
     else:
         # Documents with characters that the fast engine is never given are no probes of it.
-        known = [i for i, text in enumerate(probes.texts) if not engine._has_foreign(text.encode())]
-        ids, lengths = engine._encode_fast([probes.texts[i].encode() for i in known])
+        probes = zip(rules.probes, rules.probe_ids, strict=True)
+        known = [(text, expected) for text, expected in probes if not engine._has_foreign(text.encode())]
+        ids, lengths = engine._encode_fast([text.encode() for text, _ in known])
         found = np.split(ids, np.cumsum(lengths)[:-1])
-        wrong = [probes.texts[i] for i, got in zip(known, found, strict=True) if got.tolist() != probes.ids[i]]
+        wrong = [text for (text, expected), got in zip(known, found, strict=True) if got.tolist() != expected]
         if not wrong:
             return engine
         reason = f"gigatoken gives other ids than Hugging Face, for example for {wrong[0][:40]!r}"

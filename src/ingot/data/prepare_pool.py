@@ -61,10 +61,10 @@ class Pool:
 
     def load(self, tokenizer: "Tokenizer", engine: str) -> tuple[str, str]:
         """Have the tokenizer loaded; which engine serves it, and why. Not to be called where text stays text."""
-        from ingot.data.engine import Probes, Rules
+        from ingot.data.engine import Rules
 
         assert self.server.stdin and self.server.stdout
-        request = {"wanted": engine, "rules": asdict(Rules.of(tokenizer)), "probes": asdict(Probes.of(tokenizer))}
+        request = {"wanted": engine, "rules": asdict(Rules.of(tokenizer))}
         answer = _ask(self.server.stdin, self.server.stdout, self.server.pid, request)
         return answer["name"], answer["reason"]
 

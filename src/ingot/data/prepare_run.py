@@ -479,21 +479,3 @@ class Preparation:
         if not self.tokenizer:
             report.tokens = 0
         return report
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.name.startswith("lock"):
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()

@@ -20,7 +20,7 @@ import xxhash
 
 from ingot.data import mds_writer as mds
 from ingot.data.documents import Block
-from ingot.data.engine import Engine, Probes, Rules, pick_engine
+from ingot.data.engine import Engine, Rules, pick_engine
 from ingot.data.indexed_writer import copy_into
 from ingot.data.input_files import ReadOptions, SourceFile
 from ingot.data.packing import Plan, part_paths
@@ -255,8 +255,7 @@ def _load(replies: IO[bytes]) -> Engine:
     if request is None:
         sys.exit()
     try:
-        rules, probes = Rules(**request[0]["rules"]), Probes(**request[0]["probes"])
-        engine = pick_engine(rules, probes, request[0]["wanted"])
+        engine = pick_engine(Rules(**request[0]["rules"]), request[0]["wanted"])
     except IngotError as error:
         send(replies, {"error": str(error), "kind": type(error).__name__})
         sys.exit()
