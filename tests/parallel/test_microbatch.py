@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from conftest import TINY, Ingot
 from harness import losses, train_here
 from test_launch import LIMIT, WIDE
 
@@ -27,6 +27,14 @@ def test_a_run_starts_again_below_the_size_that_did_not_fit(
     more = ["max_duration=1ba", f"device_train_microbatch_size={asked}", "data.eval=null"]
     train_here([*TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", *more])
     assert [row["trainer/device_train_microbatch_size"] for row in read_rows(tmp_path / "run")] == [used]
+
+
+def test_starting_over_forgets_what_did_not_fit(data: Path, tmp_path: Path, ingot: Ingot) -> None:
+    remember_too_much(tmp_path / "run", 4, Layout())
+    more = ["max_duration=1ba", "device_train_microbatch_size=8", "data.eval=null"]
+    ingot("train", "--fresh", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", *more)
+    assert read_rows(tmp_path / "run")[0]["trainer/device_train_microbatch_size"] == 8
+    assert not (tmp_path / "run" / "microbatch.json").exists()
 
 
 def test_a_damaged_note_is_no_note(data: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Ranks:
         own = "-"
         try:
             result = action()
-        except IngotError as error:
+        except (IngotError, OSError) as error:  # whatever it is, the others must not wait for an answer in vain
             own = str(error)
         if problem := self.ask(own, lambda said: next((text for text in said if text != "-"), "")):
             raise CheckpointError(problem)

@@ -30,16 +30,22 @@ USABLE = 0.94  # of a device's memory, by measured peaks: the rest is for commun
 
 
 def choose_microbatch(
-    config: RunConfig, model: nn.Module, device: torch.device, spread: "Spread | None", folder: Path
+    config: RunConfig,
+    model: nn.Module,
+    device: torch.device,
+    spread: "Spread | None",
+    folder: Path,
+    fresh: bool = False,
 ) -> tuple[int, str]:
-    """The microbatch size, and why. It always divides the largest part of the global batch that a process has."""
+    """The microbatch size, and why. It always divides the largest part of the global batch that a process has. What a
+    run that starts over has left in the folder does not count."""
     layout = spread.mesh.layout if spread is not None else Layout()
     batch = -(-config.global_train_batch_size // layout.data)
     asked = config.device_train_microbatch_size
     if asked == "auto" and layout.pipeline > 1:  # enough microbatches to keep every stage busy
         batch = max(1, batch // (2 * layout.pipeline))
     sizes = [n for n in range(1, batch + 1) if batch % n == 0]
-    too_much = _too_much(folder, layout, spread)
+    too_much = None if fresh else _too_much(folder, layout, spread)
     if too_much is not None:
         sizes = [n for n in sizes if n <= too_much // 2] or [1]
     if isinstance(asked, int):

@@ -13,5 +13,6 @@ STOP = "STOP"  # made by the user: save and end
 FINISHED = "FINISHED"  # made at the end of a run
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that did not fit
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES)
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES,
+        MICROBATCH)  # fmt: skip
 """What starting over removes."""

@@ -154,7 +154,7 @@ class Trainer:
         cleanup.callback(self.saving.close)
         if config.load_path is not None and not is_url(config.load_path):
             self.saving.load_weights(config.load_path)
-        micro, why = choose_microbatch(config, model, self.device, self.spread, self.folder)
+        micro, why = choose_microbatch(config, model, self.device, self.spread, self.folder, fresh)
         reporter.note(f"microbatch {micro} of a global batch of {config.global_train_batch_size}: {why}")
         self.flops = flops_per_token(config.model, config.max_seq_len)
         self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
