@@ -20,7 +20,7 @@ test: setup
 	.venv/bin/python -m pytest -n 2
 
 examples: setup
-	.venv/bin/python -m pytest -n 2 tests/examples -m "slow or not slow" -k "small_form_runs or full_form"
+	.venv/bin/python -m pytest -n 2 tests/examples -m slow -k small_form_runs
 
 faults: setup
 	.venv/bin/python -m pytest tests/faults tests/checkpoint/test_kill.py tests/checkpoint/test_saver.py \

@@ -142,9 +142,8 @@ def test_what_the_readme_says_about_the_full_form_is_taken_by_ingot(name: str, t
                        stdout=subprocess.DEVNULL, env=os.environ | {"PATH": path})  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["neox-pythia", *(pytest.param(n, marks=pytest.mark.slow) for n in LEFT if n[0] in "am")]
-)
+@pytest.mark.slow  # `make examples`
+@pytest.mark.parametrize("name", NAMES)
 def test_the_small_form_runs_from_end_to_end(name: str, tmp_path: Path) -> None:
     """And so does every command of its README, in the folder that it leaves."""
     folder = tmp_path / "out"
