@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data.test_writers import read_mds, read_tokens
+from test_writers import read_mds, read_tokens
 from typer.testing import CliRunner
 
 from ingot.cli.prepare import PrepareCommand, translate
@@ -226,6 +226,27 @@ def test_a_huge_text_file_is_one_document(
     tokens = np.fromfile(tmp_path / "out" / "train" / "train_text_document.bin", dtype=np.uint16)
     assert report.documents == 1
     assert tokens.tolist() == expected_stream(tokenizer, [text])
+
+
+def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ingot.data import documents
+
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 20)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(document(1), encoding="utf-8")
+    (folder / "b.txt").write_bytes("".join(f"{document(i)} " for i in range(20_000)).encode() + b"\xff\xff")
+    (folder / "c.txt").write_text(document(2), encoding="utf-8")
+    report = run(folder, tmp_path / "out", tokenizer, format="indexed", on_error="skip")
+    split = report.splits["train"]
+    written = tmp_path / "out" / "train" / "train_text_document"
+    tokens = np.fromfile(written.with_suffix(".bin"), dtype=np.uint16)
+    assert (split.documents, split.skipped, split.tokens) == (2, 1, len(tokens))
+    assert tokens.tolist() == expected_stream(tokenizer, [document(1), document(2)])
+    lengths = np.frombuffer(written.with_suffix(".idx").read_bytes(), "<i4", count=2, offset=34)
+    assert lengths.sum() == len(tokens)
 
 
 def test_the_summary_tells_lengths_and_the_longest(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

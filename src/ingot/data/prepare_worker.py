@@ -51,14 +51,21 @@ class Worker:
         digest = xxhash.xxh3_64()
         open_length = 0  # tokens so far of a document that goes on in the next block
         is_open = False
+        begun = (digest.copy(), 0, 0, 0)  # what there was before that document: hash, position, units, bytes
         find_cut = self.engine.find_cut if self.engine else lambda text, low, high: None
         try:
             with data_tmp.open("wb") as data_file, lengths_tmp.open("wb") as lengths_file:
                 for block in read_piece(piece, handed, self.plan.options, find_cut):
                     self._note_bad(block, stats)
                     if not block.texts:
+                        if is_open:  # its end is bad: what has been written of it goes too
+                            digest, position, stats["units"], stats["bytes"] = begun
+                            data_file.seek(position)
+                            data_file.truncate()
                         is_open, open_length = False, 0
                         continue
+                    if not is_open:
+                        begun = (digest.copy(), data_file.tell(), stats["units"], stats["bytes"])
                     size = sum(map(len, block.texts))
                     values, lengths = self._encode(block.texts, starts=not is_open, ends=block.ends)
                     lengths[0] += open_length
