@@ -249,6 +249,22 @@ def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
     assert lengths.sum() == len(tokens)
 
 
+def test_a_data_set_of_the_hub_is_shared_among_workers(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size is not known beforehand, which is no reason to take it for a small one."""
+    from ingot.data import hub, prepare_pool
+    from ingot.data.input_files import hub_source
+
+    started = []
+    monkeypatch.setattr(hub, "_open", lambda dataset, subset, split, done: iter([{"text": t} for t in TEXTS][done:]))
+    monkeypatch.setattr("ingot.data.prepare.Pool", lambda *a, **k: started.append(a[0]) or prepare_pool.Pool(*a, **k))
+    for workers in (None, 0):
+        source = hub_source("some/texts", None, "train")
+        prepare(source, tmp_path / str(workers), tokenizer=tokenizer, **{**OPTIONS, "num_workers": workers})
+    assert started and content(tmp_path / "None") == content(tmp_path / "0")
+
+
 def test_the_summary_tells_lengths_and_the_longest(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     split = run(corpus, tmp_path / "out", tokenizer).splits["train"]
     lengths = [len(tokenizer.encode(t)) + 1 for t in TEXTS]

@@ -103,7 +103,8 @@ def prepare(
     inputs = [input] if isinstance(input, str | Path) else list(input)
     files = find_files(inputs)
     reporter = Reporter(show)
-    workers = _worker_count(num_workers, memory, sum(f.size for f in files), reporter)
+    small = sum(f.size for f in files) <= _SMALL_INPUT and all(f.format != "hub" for f in files)
+    workers = _worker_count(num_workers, memory, small, reporter)
     starting = closing(Pool(workers, tokenizes=tokenizer is not None)) if workers else nullcontext()
     with starting as pool:
         from ingot.data.engine import choose_engine
@@ -195,13 +196,13 @@ def _eos_ids(tokenizer: "Tokenizer", eos_text: str | None) -> list[int]:
     return [tokenizer.eos_id]
 
 
-def _worker_count(wanted: int | None, memory: int, input_bytes: int, reporter: Reporter) -> int:
+def _worker_count(wanted: int | None, memory: int, small: bool, reporter: Reporter) -> int:
     """How many worker processes; 0 does the work in this one, which is quicker for little input."""
     if wanted is not None and wanted < 0:
         raise DataError(f"num_workers={wanted}: must be 0 (this process) or more")
     if wanted is not None:
         return wanted
-    if input_bytes <= _SMALL_INPUT:
+    if small:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fitting = max(1, memory // _WORKER_BYTES - 1)
