@@ -38,7 +38,7 @@ def shell(command: str, folder: Path) -> str:
 
 
 def test_every_command_of_the_readme_runs(folder: Path) -> None:
-    ran = []
+    ran, cut = [], "max_duration=12ba eval_subset_num_batches=2"
     for language, block in BLOCKS:
         if language == "python":
             (folder / "snippet.py").write_text(block)
@@ -46,7 +46,7 @@ def test_every_command_of_the_readme_runs(folder: Path) -> None:
             continue
         for command in block.strip().splitlines():
             if command == "make demo":  # the same, cut to a few steps
-                shell(f"make -s -C {shlex.quote(str(ROOT))} demo ARGS='--out {folder}/demo max_duration=12ba'", folder)
+                shell(f"make -s -C {shlex.quote(str(ROOT))} demo ARGS='--out {folder}/demo {cut}'", folder)
             elif command == "make test":
                 assert os.environ.get("PYTEST_CURRENT_TEST")  # this is it
             else:
@@ -57,7 +57,7 @@ def test_every_command_of_the_readme_runs(folder: Path) -> None:
         assert (folder / result).stat().st_size > 100, result
 
     before = (folder / "demo" / "run" / "metrics.jsonl").read_bytes()
-    again = shell(f"ingot demo --out {folder}/demo max_duration=12ba", folder)  # a second time: quick and harmless
+    again = shell(f"ingot demo --out {folder}/demo {cut}", folder)  # a second time: quick and harmless
     assert "has finished its 12 batches" in again
     assert (folder / "demo" / "run" / "metrics.jsonl").read_bytes() == before
 
