@@ -65,7 +65,7 @@ class Size:
 
 
 SIZES = {
-    "125m": Size(32, 8), "350m": Size(32, 4), "760m": Size(16, 4), "1b": Size(16, 4), "3b": Size(4, 8, 0),
+    "125m": Size(32, 8), "350m": Size(32, 8), "760m": Size(16, 8), "1b": Size(16, 4), "3b": Size(8, 8, 0),
     "7b": Size(2, 16, 0),
     "tiny": Size(2, 2, overrides=(
         "model.d_model=64", "model.n_heads=2", "model.n_layers=2", "model.vocab_size=512",

@@ -55,6 +55,29 @@ def test_alibi_by_our_kernel_trains_as_by_the_additive_mask(
     assert fast[-1]["loss/train/total"] == pytest.approx(mask[-1]["loss/train/total"], rel=0.05)
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_wrapped_by_fsdp_a_run_trains_as_alone_and_by_the_same_kernels(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str
+) -> None:
+    from ingot.model import norm_kernel
+
+    kernel, calls = norm_kernel._norm_kernel, 0
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            nonlocal calls
+            calls += 1
+            return kernel[grid]
+
+    monkeypatch.setattr(norm_kernel, "_norm_kernel", Counted())
+    alone = run(data, tmp_path / "alone", "precision=bf16", f"compile={compiled}")
+    before = calls
+    wrapped = run(data, tmp_path / "wrapped", "precision=bf16", f"compile={compiled}", "parallel.shard=1")
+    assert 0 < before < calls
+    assert wrapped[0]["loss/train/total"] == pytest.approx(alone[0]["loss/train/total"], rel=1e-3)
+    assert wrapped[-1]["loss/train/total"] == pytest.approx(alone[-1]["loss/train/total"], rel=0.05)
+
+
 def test_a_step_never_waits_for_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch set to raise on any synchronisation from the second step on, two more steps run through."""
     from ingot.train.step import TrainStep

@@ -13,7 +13,7 @@ from ingot.model.attention import AlibiAttend, Attend, Attention, KVCache, SdpaA
 from ingot.model.config import ModelConfig
 from ingot.model.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
-from ingot.model.narrow import TRITON, autocast_dtype, fuses, leave_bias, narrow_weights, renew
+from ingot.model.narrow import TRITON, NarrowLinear, autocast_dtype, fuses, leave_bias, narrow_weights, renew
 from ingot.model.norm import LayerNorm, make_norm
 from ingot.model.recompute import recompute
 
@@ -43,12 +43,17 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         attend: Attend,
         cache: KVCache | None = None,
-    ) -> Tensor:
+        chain: tuple[Tensor, nn.Module] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The stream x [B, T, d] after this block. In a `chain` of blocks, which gives x by `norm_1` and the norm that
+        comes after the block: the stream, and it by that norm, made in one kernel with the last addition."""
         if self.fused(x):
-            x, normed = add_norm(self.norm_1, x)
-            attended, bias = leave_bias(self.attn.out, self.attn.attended(normed, rotary, attend, cache))
-            x, normed = add_norm(self.norm_2, x, attended, bias)
-            return x + self.mlp(normed)
+            x, normed = add_norm(self.norm_1, x) if chain is None else (x, chain[0])
+            attended = self.attn.attended(normed, rotary, attend, cache)
+            x, normed = add_norm(self.norm_2, x, *leave_bias(self.attn.out, attended))
+            if chain is None:
+                return x + self.mlp(normed)
+            return add_norm(chain[1], x, *leave_bias(self.mlp.down, self.mlp.inner(normed)))
         attended = self.dropout(self.attn(self.norm_1(x), rotary, attend, cache))
         if self.parallel:
             return x + attended + self.dropout(self.mlp(self.norm_2(x)))
@@ -97,8 +102,7 @@ class GPT(nn.Module):
             if c.document_positions:
                 positions = positions - torch.where(starts, positions, 0).cummax(1).values  # [B, T]
         x = self.embed(tokens, positions)
-        x = self.transform(x, positions, start, cache, documents)
-        hidden = self.norm_f(x)  # [B, T, d]
+        hidden = self.transform(x, positions, start, cache, documents)  # [B, T, d]
         return self.logits(hidden) if labels is None else self.loss(hidden, labels)
 
     def train(self, mode: bool = True) -> "GPT":
@@ -124,22 +128,34 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """All blocks, one after the other, on the tokens at the given positions after `start` cached ones; where
-        documents [B, T] are numbered, within each."""
+        """All blocks, one after the other, and the last norm where this process has it, on the tokens at the given
+        positions after `start` cached ones; where documents [B, T] are numbered, within each."""
         new = positions.shape[-1]
         rotary = rotary_tables(self.config, positions) if self.config.positions == "rotary" else None
         attend = self.attend_over(new, start + new, positions.device)
         if documents is not None:
             assert isinstance(attend, SdpaAttend | AlibiAttend)
             attend = attend.within(documents)
-        for block in self.blocks.children():
+        blocks: list[Block] = list(self.blocks.children())  # type: ignore[arg-type]
+        if self.chained(blocks, x):
+            x, normed = add_norm(blocks[0].norm_1, x)
+            for block, after in zip(blocks, [*(block.norm_1 for block in blocks[1:]), self.norm_f], strict=True):
+                x, normed = block(x, rotary, attend, None, (normed, after))
+            return normed
+        for block in blocks:
             if self.recompute is not None and self.training:
                 x = recompute(block, self.recompute, x, rotary, attend)
             else:
                 x = block(x, rotary, attend, cache)
         if cache is not None:
             cache.length += new
-        return x
+        return x if self.norm_f is None else self.norm_f(x)
+
+    def chained(self, blocks: list[Block], x: Tensor) -> bool:
+        """Whether the last addition of a block and the norm after it are one kernel: on one process, since FSDP2 wants
+        all gradients of a block from that block; recomputing would keep two tensors per block instead of one."""
+        one = self.recompute is None and bool(blocks) and type(blocks[0].mlp.down) is NarrowLinear
+        return one and blocks[0].fused(x)
 
     def attend_over(self, new: int, total: int, device: torch.device) -> Attend:
         """Attention of the last `new` of `total` tokens, for all blocks of a forward pass."""

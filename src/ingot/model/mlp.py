@@ -25,11 +25,15 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_width, config.d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the down projection gets."""
         if self.activation == "swiglu":
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            return F.silu(self.gate(x)) * self.up(x)
         if self.activation == "gelu" and fuses(self.up, x):
-            return self.down(biased_gelu(*leave_bias(self.up, x)))
+            return biased_gelu(*leave_bias(self.up, x))
         x = self.up(x)
         if self.activation == "gelu" and torch.compiler.is_compiling() and x.is_cuda and x.dtype == torch.bfloat16:
-            return self.down(Gelu.apply(x))
-        return self.down(F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+            return Gelu.apply(x)
+        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")

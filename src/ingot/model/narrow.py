@@ -91,17 +91,25 @@ def renew(model: nn.Module) -> None:
 
 
 def fuses(layer: nn.Module, x: Tensor) -> bool:
-    """Whether kernels of ours may stand around a layer that trains on x: they are for the narrow type on a GPU, and 8
-    bits have the compiler's, which quantise on the way."""
-    if not TRITON or not x.is_cuda or not torch.is_grad_enabled() or type(layer) is not NarrowLinear:
+    """Whether kernels of ours may stand around a layer that trains on x: they are for the narrow type on a GPU. 8 bits
+    have the compiler's, which quantise on the way, and so has a layer whose weight is cut by tensor parallelism."""
+    if not TRITON or not x.is_cuda or not torch.is_grad_enabled():
         return False
-    return x.dtype == autocast_dtype(x.device) == layer.narrow.dtype
+    if not x.dtype == autocast_dtype(x.device) == torch.bfloat16:
+        return False
+    if type(layer) is NarrowLinear:
+        return layer.narrow.dtype == x.dtype
+    gathered = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter  # by FSDP2
+    return gathered and layer.weight.dtype == x.dtype
 
 
 def leave_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What a layer that `fuses` makes of x, and its bias, whose gradient is left to whoever takes both."""
-    assert isinstance(layer, NarrowLinear)
-    return layer.multiply(x, layer.bias.detach() if layer.bias is not None else None), layer.bias
+    assert isinstance(layer, nn.Linear)
+    bias = layer.bias.detach() if layer.bias is not None else None
+    if isinstance(layer, NarrowLinear):
+        return layer.multiply(x, bias), layer.bias
+    return F.linear(x, layer.weight, bias), layer.bias
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

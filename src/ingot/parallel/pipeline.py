@@ -77,7 +77,7 @@ class Stage(nn.Module):
             if self.first:
                 x = self.gpt.embed(x, self.positions)
             x = self.gpt.transform(x, self.positions)
-            return torch.stack([self.gpt.loss(self.gpt.norm_f(x), labels)]) if self.last else x
+            return torch.stack([self.gpt.loss(x, labels)]) if self.last else x
 
 
 class Pipeline:
