@@ -7,7 +7,8 @@
     python benchmarks/gpu.py benchmarks/results/gpu.json                     the table of the README
     python benchmarks/gpu.py benchmarks/results/gpu.json --docs docs/performance.md      and those of that page
 
-Each call adds to the file of results, so the whole may be measured in parts.
+Each call adds to the file of results, so the whole may be measured in parts; a reference that is in the file is not
+trained again for the same batches.
 
 Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
 few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
@@ -22,6 +23,7 @@ they count the upper triangle that nobody computes. `spread` is the range of the
 
 import argparse
 import gc
+import hashlib
 import json
 import shlex
 import statistics
@@ -110,7 +112,7 @@ def main() -> None:
     for model in arguments.models:
         for positions in arguments.positions:
             examine = measure_train if arguments.train else measure_budgets if arguments.budgets else measure
-            for section, row in examine(arguments, model, positions, device):
+            for section, row in examine(arguments, model, positions, device, found.get("references", [])):
                 print(section, json.dumps(row), flush=True)
                 if row.get("loss") is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
                     print(f"the loss of {row['system']} is wrong, so it has no figure", file=sys.stderr)
@@ -153,7 +155,9 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
     return *named, row.get("optimizer", ""), row.get("budget", 1.0)
 
 
-def measure(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+def measure(
+    arguments: argparse.Namespace, model: str, positions: str, device: torch.device, references: list[dict[str, Any]]
+) -> Iterator[tuple]:
     """A row for each system that has this variant, and the profile of ours."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
@@ -167,7 +171,14 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
         named: dict[str, Any] = {"optimizer": optimizer} if optimizer else {}
         if optimizer:
             config = run_config(arguments.data, model, positions, f"optimizer.name={optimizer}")
-        reference = train_reference(config, few, device) if few else None
+        reference = None
+        if few:
+            digest = hashlib.sha256(b"".join(batch.tokens.tobytes() for batch in few)).hexdigest()[:16]
+            wanted = {"system": "reference", "model": model, "positions": positions, "precision": "fp32", **named,
+                      "batches": digest, "seed": config.seed}  # fmt: skip
+            known = (row["fp32_loss"] for row in references if row == wanted | {"fp32_loss": row["fp32_loss"]})
+            reference = next(known, None) or train_reference(config, few, device)
+            yield "references", wanted | {"fp32_loss": reference}
         for system in arguments.systems:
             if system != "ingot" and (positions != "learned" or precision != "bf16" or optimizer):
                 continue  # the peers have no other form
@@ -198,7 +209,9 @@ def measure(arguments: argparse.Namespace, model: str, positions: str, device: t
             clean(device)
 
 
-def measure_budgets(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+def measure_budgets(
+    arguments: argparse.Namespace, model: str, positions: str, device: torch.device, references: list[dict[str, Any]]
+) -> Iterator[tuple]:
     """The memory and speed of budgets for activations."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
@@ -219,7 +232,9 @@ def measure_budgets(arguments: argparse.Namespace, model: str, positions: str, d
     functorch.activation_memory_budget = 1.0
 
 
-def measure_train(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
+def measure_train(
+    arguments: argparse.Namespace, model: str, positions: str, device: torch.device, references: list[dict[str, Any]]
+) -> Iterator[tuple]:
     """The speed of `ingot train` with the same batches, and the time until its first step."""
     size = SIZES[model]
     for precision in arguments.precisions:

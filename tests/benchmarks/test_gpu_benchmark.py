@@ -23,6 +23,22 @@ def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, 
         assert row["tokens_per_second"] > 0 and row["mfu_full"] > row["mfu_causal"] > 0
 
 
+def test_a_reference_is_trained_once_and_a_row_that_misses_it_is_refused(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), str(data), "--models", "tiny", "--steps", "1",
+               "--positions", "learned", "--systems", "ingot", "--out", str(out)]  # fmt: skip
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    found = json.loads(out.read_text())
+    assert len(found["references"]) == 1
+    found["references"][0]["fp32_loss"] *= 1.02
+    out.write_text(json.dumps(found))
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 1 and "the loss of ingot is wrong" in again.stderr
+    found["references"][0]["batches"] = "of other data"
+    out.write_text(json.dumps(found))
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+
+
 def test_the_readme_prints_the_measured_rows() -> None:
     command = [sys.executable, "benchmarks/gpu.py", "benchmarks/results/gpu.json"]
     table = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True).stdout

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from ingot.model.fp8 import BACKWARD, FORWARD, quantize, use_fp8, why_no_fp8
 from ingot.model.gelu import Gelu
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
-from ingot.model.narrow import NarrowLinear
+from ingot.model.narrow import Narrow, NarrowLinear, narrow_weights
 
 CPU = torch.device("cpu")
 
@@ -40,9 +41,48 @@ def train(narrow: bool, compiled: bool, recompute: str | None = None) -> tuple[l
 def test_narrow_weights_train_to_the_same_bits_as_autocast() -> None:
     losses, weights = train(narrow=False, compiled=False)
     for compiled, recompute in product((False, True), (None, "full", "selective")):
-        narrow_losses, narrow_weights = train(narrow=True, compiled=compiled, recompute=recompute)
+        narrow_losses, trained = train(narrow=True, compiled=compiled, recompute=recompute)
         assert narrow_losses == losses
-        assert all(torch.equal(a, b) for a, b in zip(weights, narrow_weights, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(weights, trained, strict=True))
+
+
+def test_an_embedding_adds_its_gradient_where_the_others_add_theirs() -> None:
+    layer, plain = nn.Embedding(50, 8), nn.Embedding(50, 8)
+    plain.load_state_dict(layer.state_dict())
+    narrow_weights(layer, torch.bfloat16)
+    assert isinstance(layer, Narrow) and torch.equal(layer.narrow, plain.weight.bfloat16())
+    tokens, slopes = torch.randint(0, 50, (2, 3, 40)), torch.randn(2, 3, 40, 8)
+    layer.train()
+    for rows, slope in zip(tokens, slopes, strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = layer(rows)
+        assert torch.equal(found, plain(rows))
+        found.backward(slope)
+        plain(rows).backward(slope)
+    assert layer.weight.grad is layer.total
+    torch.testing.assert_close(layer.total, plain.weight.grad)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(tokens[0]), plain(tokens[0]))
+
+
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+@pytest.mark.parametrize(
+    "more", [{"positions": "learned"}, {"positions": "alibi"}, {"positions": "rotary"},
+             {"positions": "rotary", "document_mask": True, "document_positions": True, "eos_token_id": 7}]
+)  # fmt: skip
+def test_a_model_is_compiled_in_one_piece(more: dict, recompute: str | None) -> None:
+    torch._dynamo.reset()  # each of these is another program of the same code
+    config = ModelConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=50, max_seq_len=8, **more)
+    model = build_model(config, 1, CPU)
+    model.recompute = recompute
+    model.use_precision("bf16", CPU)
+    narrow_weights(model.unembedding, torch.bfloat16)  # as on a GPU
+    model.train()
+    tokens = torch.randint(0, 50, (2, 9))
+    whole = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)  # fails where it would break
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters() if p.ndim > 1)
 
 
 def test_narrow_weights_follow_every_change_before_training_and_before_evaluation() -> None:

@@ -65,6 +65,12 @@ def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:
     return slopes  # [H]
 
 
+def own_slopes(config: ModelConfig, heads: slice | None) -> Tensor:
+    """The slopes of all heads, or of those that a process has."""
+    slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)
+    return slopes[heads] if heads is not None else slopes
+
+
 def causal_bias(slopes: Tensor | None, new: int, total: int, device: torch.device, window: int | None = None) -> Tensor:
     """Added to the scores of the last `new` of `total` tokens: ALiBi where there is one, -inf for the future and for
     what lies before the window."""
@@ -177,7 +183,7 @@ class Attend(Protocol):
 class SdpaAttend:
     """torch's scaled_dot_product_attention. Any length, with a cache or without; ALiBi as an additive mask."""
 
-    def __init__(self, config: ModelConfig, new: int, total: int, device: torch.device, heads: slice = slice(None)):
+    def __init__(self, config: ModelConfig, new: int, total: int, device: torch.device, heads: slice | None = None):
         """The queries are the last `new` of `total` tokens, and of all query heads those in `heads`."""
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         self.grouped = config.kv_heads != config.n_heads
@@ -186,7 +192,7 @@ class SdpaAttend:
         self.causal = not masked and new == total
         self.bias: Tensor | None = None
         if masked or not (self.causal or new == 1):
-            slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads] if alibi else None
+            slopes = own_slopes(config, heads) if alibi else None
             self.bias = causal_bias(slopes, new, total, device, self.window)
 
     def within(self, documents: Tensor) -> "SdpaAttend":
@@ -215,14 +221,14 @@ class AlibiAttend:
         config: ModelConfig,
         length: int,
         device: torch.device,
-        heads: slice = slice(None),
+        heads: slice | None = None,
         slopes: Tensor | None = None,
         documents: Tensor | None = None,
     ):
         self.config, self.length, self.heads = config, length, heads
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         if slopes is None:
-            slopes = alibi_slopes(config.n_heads, config.alibi_bias_max)[heads].to(device)
+            slopes = own_slopes(config, heads).to(device)
             slopes = slopes if config.positions == "alibi" else torch.zeros_like(slopes)
         self.slopes = slopes  # [H]
         self.span = visible_span(length, config.sliding_window, documents, device)

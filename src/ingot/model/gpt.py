@@ -13,7 +13,7 @@ from ingot.model.attention import AlibiAttend, Attend, Attention, KVCache, SdpaA
 from ingot.model.config import ModelConfig
 from ingot.model.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
-from ingot.model.narrow import TRITON, NarrowLinear, autocast_dtype, fuses, leave_bias, narrow_weights, renew
+from ingot.model.narrow import TRITON, Narrow, NarrowLinear, autocast_dtype, fuses, leave_bias, narrow_weights, renew
 from ingot.model.norm import LayerNorm, make_norm
 from ingot.model.recompute import recompute
 
@@ -154,7 +154,7 @@ class GPT(nn.Module):
     def chained(self, blocks: list[Block], x: Tensor) -> bool:
         """Whether the last addition of a block and the norm after it are one kernel: on one process, since FSDP2 wants
         all gradients of a block from that block; recomputing would keep two tensors per block instead of one."""
-        one = self.recompute is None and bool(blocks) and type(blocks[0].mlp.down) is NarrowLinear
+        one = self.recompute is None and len(blocks) > 0 and type(blocks[0].mlp.down) is NarrowLinear
         return one and blocks[0].fused(x)
 
     def attend_over(self, new: int, total: int, device: torch.device) -> Attend:
@@ -168,15 +168,21 @@ class GPT(nn.Module):
         self.kernel = AlibiAttend(self.config, seq_len, device) if kernel == "triton" else None
 
     def use_precision(self, precision: str, device: torch.device) -> str | None:
-        """Prepare the linear layers of the blocks to train in a precision; gives what the user should know of it."""
+        """Prepare the weights to train in a precision; gives what the user should know of it."""
+        note = None
         if precision == "fp8":
-            if why := why_no_fp8(device):
-                narrow_weights(self.blocks, torch.bfloat16)
-                return f"bf16 instead of fp8: {why}"
-            return f"{use_fp8(self.blocks)} linear layers multiply in 8 bits"
-        if precision == "bf16":
+            why = why_no_fp8(device)
+            note = f"bf16 instead of fp8: {why}" if why else f"{use_fp8(self.blocks)} linear layers multiply in 8 bits"
+        if precision in ("bf16", "fp8"):
             narrow_weights(self.blocks, torch.bfloat16)
-        return None
+            if TRITON and device.type == "cuda":  # where the loss has a kernel for it
+                narrow_weights(self.unembedding, torch.bfloat16)
+        return note
+
+    @property
+    def unembedding(self) -> nn.Embedding | nn.Linear:
+        """The layer whose weight turns hidden states to logits."""
+        return self.wte if self.config.tie_word_embeddings else self.head
 
     def compiled(self) -> nn.Module:
         """The model compiled for one process: a shallow one whole; a deep one by blocks, which share one program, so
@@ -191,17 +197,15 @@ class GPT(nn.Module):
         """The summed cross-entropy, a scalar: the caller divides by the tokens of the whole global batch."""
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         if TRITON and hidden.is_cuda and dtype == torch.bfloat16:
-            weight = self.wte.weight if self.config.tie_word_embeddings else self.head.weight
-            return linear_cross_entropy(
-                hidden.flatten(0, 1).bfloat16(), weight, labels.flatten(), self.config.vocab_size, IGNORE
-            )
+            hidden, labels, layer = hidden.flatten(0, 1).bfloat16(), labels.flatten(), self.unembedding
+            both = (layer.narrow, layer.total) if isinstance(layer, Narrow) else None
+            return linear_cross_entropy(hidden, layer.weight, labels, self.config.vocab_size, IGNORE, both)
         logits = self.logits(hidden).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the real tokens; the padding rows of the embedding are cut off."""
-        weight = self.wte.weight if self.config.tie_word_embeddings else self.head.weight
-        return F.linear(hidden, weight)[..., : self.config.vocab_size]  # [B, T, V]
+        return F.linear(hidden, self.unembedding.weight)[..., : self.config.vocab_size]  # [B, T, V]
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

@@ -14,6 +14,8 @@ states and on their gradient.
 Shapes: N tokens, d width, V vocabulary, R rows of the weight (V and padding).
 """
 
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
@@ -67,64 +69,118 @@ def _softmax(logits, labels, losses, scales, V, R, ignore, GRADIENT: tl.constexp
         tl.store(base + label, (tl.exp(own - level) - whole).to(logits.dtype.element_ty))
 
 
+@triton.jit
+def _add_scaled_kernel(total, part, scale, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    sum = tl.load(total + at, mask=there) + tl.load(part + at, mask=there) * tl.load(scale)
+    tl.store(total + at, sum, mask=there)
+
+
 @library.custom_op("ingot::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, gradient: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, wide: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss and its gradients by hidden [N, d], but for the scales [N] of its rows, and by weight [R, d]."""
-    narrow = weight.to(hidden.dtype)
+    """The summed loss and, where a type `wide` for the second is given, its gradients by hidden [N, d], but for the
+    scales [N] of its rows, and by weight [R, d]."""
     rows, count = weight.shape[0], hidden.shape[0]
     losses, scales = torch.empty(2, count, device=hidden.device)
-    d_hidden = torch.empty_like(hidden) if gradient else hidden.new_empty(0)
-    d_weight = torch.empty_like(weight) if gradient else weight.new_empty(0)
+    d_hidden = torch.empty_like(hidden) if wide is not None else hidden.new_empty(0)
+    d_weight = torch.empty_like(weight, dtype=wide) if wide is not None else weight.new_empty(0)
     chunks = -(-count * rows * hidden.element_size() // CHUNK_BYTES)
     size = -(-count // chunks)
     for start in range(0, count, size):
         part = slice(start, start + size)
-        logits = hidden[part] @ narrow.t()  # [n, R]
+        logits = hidden[part] @ weight.t()  # [n, R]
         _softmax[(logits.shape[0],)](
-            logits, labels[part], losses[part], scales[part], vocab, rows, ignore, gradient, BLOCK, num_warps=WARPS
-        )
-        if gradient:
-            torch.mm(logits, narrow, out=d_hidden[part])
-            scaled = torch.empty_like(hidden[part])
-            torch.mul(hidden[part], scales[part, None], out=scaled)
-            if weight.dtype == hidden.dtype:
+            logits, labels[part], losses[part], scales[part], vocab, rows, ignore, wide is not None, BLOCK,
+            num_warps=WARPS,
+        )  # fmt: skip
+        if wide is not None:
+            torch.mm(logits, weight, out=d_hidden[part])
+            scaled = _scaled(hidden[part], scales[part])
+            if wide == hidden.dtype:
                 added = logits.t() @ scaled
                 d_weight = added if start == 0 else d_weight.add_(added)
             elif start == 0:
-                torch.mm(logits.t(), scaled, out_dtype=weight.dtype, out=d_weight)
+                torch.mm(logits.t(), scaled, out_dtype=wide, out=d_weight)
             else:  # accumulated in fp32 by the product itself
-                torch.addmm(d_weight, logits.t(), scaled, out_dtype=weight.dtype, out=d_weight)
+                torch.addmm(d_weight, logits.t(), scaled, out_dtype=wide, out=d_weight)
     return losses.sum(), d_hidden, d_weight, scales
 
 
 @_linear_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, gradient: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, wide: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     loss, scales = (hidden.new_empty(shape, dtype=torch.float32) for shape in ((), hidden.shape[:1]))
-    if not gradient:
+    if wide is None:
         return loss, hidden.new_empty(0), weight.new_empty(0), scales
-    return loss, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), scales
+    return loss, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=wide), scales
 
 
-def _save(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*output[1:])
+@library.custom_op("ingot::scale_rows", mutates_args=())
+def _scaled(x: Tensor, scales: Tensor) -> Tensor:
+    """x [n, d] times scales [n], in fp32 and rounded once."""
+    return torch.mul(x, scales[:, None], out=torch.empty_like(x))
 
 
-def _scale(ctx, slope: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    d_hidden, d_weight, scales = ctx.saved_tensors
-    scaled = torch.empty_like(d_hidden)
-    torch.mul(d_hidden, (scales * slope)[:, None], out=scaled)  # in fp32, rounded once
-    return scaled, d_weight * slope, None, None, None, None
+@_scaled.register_fake
+def _(x: Tensor, scales: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
-_linear_cross_entropy.register_autograd(_scale, setup_context=_save)
+@library.custom_op("ingot::add_scaled", mutates_args=("total",))
+def _add_scaled(total: Tensor, part: Tensor, scale: Tensor) -> None:
+    """total += part * scale, of any shape and a scalar; all in fp32."""
+    _add_scaled_kernel[(triton.cdiv(total.numel(), 1024),)](total, part, scale, total.numel(), 1024)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int) -> Tensor:
+@_add_scaled.register_fake
+def _(total: Tensor, part: Tensor, scale: Tensor) -> None:
+    return None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab: int,
+        ignore: int,
+        narrow: Tensor,
+        total: Tensor | None,
+    ) -> Tensor:
+        loss, *gradients = _linear_cross_entropy(hidden, narrow, labels, vocab, ignore, weight.dtype)
+        ctx.save_for_backward(*gradients)
+        ctx.total = total  # not saved: the embedding adds to it as well
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, scales = ctx.saved_tensors
+        d_hidden = _scaled(d_hidden, scales * slope)
+        if ctx.total is None:
+            return d_hidden, d_weight * slope, None, None, None, None, None
+        _add_scaled(ctx.total, d_weight, slope)
+        return d_hidden, None, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab: int,
+    ignore: int,
+    narrow_and_total: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The cross-entropy of hidden [N, d] times weight [R, d] transposed, of which V columns count, summed over the
-    labels [N] that are not `ignore`."""
-    gradient = torch.is_grad_enabled() and hidden.requires_grad
-    return _linear_cross_entropy(hidden.contiguous(), weight, labels, vocab, ignore, gradient)[0]
+    labels [N] that are not `ignore`. Given the weight in the type of hidden and where its gradient is added up, that is
+    where it goes; otherwise autograd gets it."""
+    hidden = hidden.contiguous()
+    narrow, total = narrow_and_total or (weight.detach().to(hidden.dtype), None)
+    if not torch.is_grad_enabled() or not hidden.requires_grad:
+        return _linear_cross_entropy(hidden, narrow, labels, vocab, ignore, None)[0]
+    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab, ignore, narrow, total)

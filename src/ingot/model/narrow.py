@@ -46,9 +46,10 @@ class _Linear(torch.autograd.Function):
         return (rows @ narrow).view(x.shape), None, d_bias, None
 
 
-class NarrowLinear(nn.Linear):
-    """nn.Linear that multiplies by the narrow copy of its weight under autocast of that type."""
+class Narrow(nn.Module):
+    """A layer with a narrow copy of its weight."""
 
+    weight: Tensor
     narrow: Tensor
     total: Tensor  # the gradient of the weight, at the same place in every step
 
@@ -57,6 +58,10 @@ class NarrowLinear(nn.Linear):
         self.narrow.copy_(self.weight)
         if self.training and self.weight.grad is None:
             self.weight.grad = self.total.zero_()
+
+
+class NarrowLinear(Narrow, nn.Linear):
+    """nn.Linear that multiplies by the narrow copy of its weight under autocast of that type."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
@@ -71,12 +76,51 @@ class NarrowLinear(nn.Linear):
             return _Linear.apply(x.to(self.narrow.dtype), self.narrow, bias, self.total)
 
 
+@library.custom_op("ingot::add_rows", mutates_args=("total",))
+def add_rows(total: Tensor, rows: Tensor, d_y: Tensor) -> None:
+    """total [m, k] += d_y [n, k] at its rows [n]."""
+    total.index_add_(0, rows, d_y.to(total.dtype))
+
+
+@add_rows.register_fake
+def _(total: Tensor, rows: Tensor, d_y: Tensor) -> None:
+    return None
+
+
+class _Rows(torch.autograd.Function):
+    """Rows [...] of a weight [m, k]; their gradients are added to `total`. The weight is an input for its sake alone
+    that the result has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+        ctx.rows, ctx.total = rows, total  # not saved: the head adds to the same total before
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[None, None, None]:
+        add_rows(ctx.total, ctx.rows.flatten(), d_y.flatten(0, -2))
+        return None, None, None
+
+
+class NarrowEmbedding(Narrow, nn.Embedding):
+    """nn.Embedding whose gradient goes where it is added up, not through a tensor as large as all rows. The narrow copy
+    is for the head that is tied to it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or autocast_dtype(tokens.device) != self.narrow.dtype:
+            return super().forward(tokens)
+        return _Rows.apply(tokens, self.weight, self.total)
+
+
+NARROW: dict[type, type] = {nn.Linear: NarrowLinear, nn.Embedding: NarrowEmbedding}
+
+
 def narrow_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give every linear layer of a model a narrow copy of its weight."""
+    """Give every linear layer and embedding of a model a narrow copy of its weight."""
     for layer in model.modules():
-        if type(layer) is nn.Linear:
-            layer.__class__ = NarrowLinear
-            assert isinstance(layer, NarrowLinear)
+        if type(layer) in NARROW:
+            layer.__class__ = NARROW[type(layer)]
+            assert isinstance(layer, Narrow)
             layer.narrow, layer.total = layer.weight.detach().to(dtype), torch.zeros_like(layer.weight)
             layer.renew()
 
@@ -86,7 +130,7 @@ def renew(model: nn.Module) -> None:
     changed, which torch does not tell (its fused optimizers leave no trace in a tensor's version), and before the first
     backward pass after gradients have been dropped."""
     for layer in model.modules():
-        if isinstance(layer, NarrowLinear):
+        if isinstance(layer, Narrow):
             layer.renew()
 
 
