@@ -1,5 +1,7 @@
 """Our Triton kernels against the same mathematics in fp64 or fp32, on fresh random inputs, in both directions."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,14 +130,14 @@ def test_gelu_and_the_gradient_of_the_bias_before_it_equal_the_formula(rows: int
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (1000, 768), (333, 250), (300, 2048), (135, 4096), (50, 5000)])
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("kind", ["layer, biased", "layer", "root mean square"])
 @pytest.mark.parametrize("adds", [True, False])
-def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(
-    rows: int, width: int, biased: bool, adds: bool
-) -> None:
+def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(rows: int, width: int, kind: str, adds: bool) -> None:
     from ingot.model.norm_kernel import add_norm
 
-    norm = torch.nn.LayerNorm(width, bias=biased, device="cuda")
+    biased = kind == "layer, biased"
+    layer = partial(torch.nn.LayerNorm, bias=biased) if kind.startswith("layer") else torch.nn.RMSNorm
+    norm = layer(width, eps=1e-5, device="cuda")
     torch.nn.init.normal_(norm.weight)
     x, y, past, slope = (torch.randn(1, rows, width, device="cuda").bfloat16() for _ in range(4))
     fast_x, fast_y = x.clone().requires_grad_(), y.clone().requires_grad_()
@@ -143,7 +145,7 @@ def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(
     found = add_norm(norm, fast_x, *((fast_y, y_bias) if adds else ()))
     torch.autograd.backward(found, (past, slope))
     total = (x + y if adds else x).double().requires_grad_()
-    exact = torch.nn.LayerNorm(width, bias=biased, device="cuda").double()
+    exact = layer(width, eps=1e-5, device="cuda").double()
     exact.load_state_dict(norm.state_dict())
     expected = exact(total)
     torch.autograd.backward((total * 1, expected), (past.double(), slope.double()))
@@ -205,7 +207,9 @@ def test_fp8_products_equal_those_of_the_quantised_values() -> None:
     ("precision", "positions", "more"),
     [("bf16", "learned", {}), ("bf16", "learned", {"no_bias": True, "n_kv_heads": 2}), ("fp8", "learned", {}), ("bf16", "alibi", {}), ("fp8", "alibi", {}),
      ("bf16", "alibi", {"sliding_window": 50, "document_mask": True, "eos_token_id": 7}),
-     ("bf16", "rotary", {"document_mask": True, "eos_token_id": 7})],
+     ("bf16", "rotary", {"document_mask": True, "eos_token_id": 7}),
+     ("bf16", "rotary", {"parallel_residual": True}), ("bf16", "learned", {"norm": "low_precision_layernorm"}),
+     ("bf16", "rotary", {"norm": "rmsnorm", "activation": "swiglu", "no_bias": True, "n_kv_heads": 2})],
 )  # fmt: skip
 def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, positions: str, more: dict) -> None:
     """All kernels in their place: against fp32 on the CPU, as close as the precision allows, and in one piece."""

@@ -14,7 +14,7 @@ from ingot.model.config import ModelConfig
 from ingot.model.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
 from ingot.model.narrow import TRITON, Narrow, NarrowLinear, autocast_dtype, fuses, leave_bias, narrow_weights, renew
-from ingot.model.norm import LayerNorm, make_norm
+from ingot.model.norm import make_norm
 from ingot.model.recompute import recompute
 
 if TRITON:
@@ -49,6 +49,9 @@ class Block(nn.Module):
         comes after the block: the stream, and it by that norm, made in one kernel with the last addition."""
         if self.fused(x):
             x, normed = add_norm(self.norm_1, x) if chain is None else (x, chain[0])
+            if self.parallel:
+                x, other = add_norm(self.norm_2, x)
+                return x + self.attn(normed, rotary, attend, cache) + self.mlp(other)
             attended = self.attn.attended(normed, rotary, attend, cache)
             x, normed = add_norm(self.norm_2, x, *leave_bias(self.attn.out, attended))
             if chain is None:
@@ -61,10 +64,9 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
     def fused(self, x: Tensor) -> bool:
-        """Whether residual additions and norms are one kernel."""
+        """Whether norms, and residual additions where they follow one another, are kernels of ours."""
         dropped = self.training and self.dropout.p > 0
-        plain = type(self.norm_1) is LayerNorm and not self.parallel and not dropped
-        return plain and fuses(self.attn.out, x)
+        return not dropped and fuses(self.attn.out, x)
 
 
 class GPT(nn.Module):
@@ -153,9 +155,11 @@ class GPT(nn.Module):
 
     def chained(self, blocks: list[Block], x: Tensor) -> bool:
         """Whether the last addition of a block and the norm after it are one kernel: on one process, since FSDP2 wants
-        all gradients of a block from that block; recomputing would keep two tensors per block instead of one."""
-        one = self.recompute is None and len(blocks) > 0 and type(blocks[0].mlp.down) is NarrowLinear
-        return one and blocks[0].fused(x)
+        all gradients of a block from that block; recomputing would keep two tensors per block instead of one; and of
+        parallel halves the last addition has three terms."""
+        if self.recompute is not None or self.config.parallel_residual or not len(blocks):
+            return False
+        return type(blocks[0].mlp.down) is NarrowLinear and blocks[0].fused(x)
 
     def attend_over(self, new: int, total: int, device: torch.device) -> Attend:
         """Attention of the last `new` of `total` tokens, for all blocks of a forward pass."""

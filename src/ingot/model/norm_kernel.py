@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""A residual addition and the layer norm after it, on a GPU, in Triton: each tensor is read once and written once.
+"""A residual addition and the norm after it, on a GPU, in Triton: each tensor is read once and written once.
 
 Backward, one kernel adds the gradient that comes by the residual stream and sums down the rows for the three vectors
 whose gradients are such sums: the norm's weight and bias, and the bias of the layer whose output was added. The
@@ -41,23 +41,27 @@ def _scale(x, weight, bias, column, inside, BIAS: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(x_in, y_in, weight, bias, total, out, stats, width, eps, ADD: tl.constexpr, BIAS: tl.constexpr,
-                 MAIN: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+                 CENTRE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):  # fmt: skip
     """One row: its first MAIN columns, and the rest where the width is no power of two, which blocks must be."""
     row = tl.program_id(0).to(tl.int64)
     main = tl.arange(0, MAIN)
     at = row * width + main
     x = _sum(x_in, y_in, total, at, True, ADD)
-    mean = tl.sum(x, 0)
     if REST:
         rest = MAIN + tl.arange(0, REST)
         at_rest, inside = row * width + rest, rest < width
         x_rest = _sum(x_in, y_in, total, at_rest, inside, ADD)
-        mean += tl.sum(x_rest, 0)
-    mean /= width
-    x -= mean
+    if CENTRE:
+        mean = tl.sum(x, 0)
+        if REST:
+            mean += tl.sum(x_rest, 0)
+        mean /= width
+        x -= mean
+        if REST:
+            x_rest = tl.where(inside, x_rest - mean, 0.0)
+        tl.store(stats + row * 2, mean)
     square = tl.sum(x * x, 0)
     if REST:
-        x_rest = tl.where(inside, x_rest - mean, 0.0)
         square += tl.sum(x_rest * x_rest, 0)
     spread = tl.rsqrt(square / width + eps)
     x = _scale(x * spread, weight, bias, main, True, BIAS)
@@ -65,7 +69,6 @@ def _norm_kernel(x_in, y_in, weight, bias, total, out, stats, width, eps, ADD: t
     if REST:
         x_rest = _scale(x_rest * spread, weight, bias, rest, inside, BIAS)
         tl.store(out + at_rest, x_rest.to(out.dtype.element_ty), mask=inside)
-    tl.store(stats + row * 2, mean)
     tl.store(stats + row * 2 + 1, spread)
 
 
@@ -79,8 +82,8 @@ def _slopes(d_out, d_total, total, at, inside, mean, spread):
 
 
 @triton.jit
-def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows, width, tall, MAIN: tl.constexpr,
-                          REST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows, width, tall, CENTRE: tl.constexpr,
+                          MAIN: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """A program goes down `tall` rows; its three sums go to sums [3, programs, width]."""
     main = tl.arange(0, MAIN)
     w = tl.load(weight + main)
@@ -98,19 +101,19 @@ def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows,
     for down in tl.range(0, min(tall, rows - first), num_stages=STAGES):
         row = first.to(tl.int64) + down
         at = row * width
-        mean, spread = tl.load(stats + row * 2), tl.load(stats + row * 2 + 1)
+        mean, spread = tl.load(stats + row * 2) if CENTRE else 0.0, tl.load(stats + row * 2 + 1)
         g, x, past = _slopes(d_out, d_total, total, at + main, True, mean, spread)
         by_weight += g * x
         by_bias += g
         g *= w
-        along, level = tl.sum(g * x, 0), tl.sum(g, 0)
+        along, level = tl.sum(g * x, 0), tl.sum(g, 0) if CENTRE else 0.0
         if REST:
             g_rest, x_rest, past_rest = _slopes(d_out, d_total, total, at + rest, inside, mean, spread)
             by_weight_rest += g_rest * x_rest
             by_bias_rest += g_rest
             g_rest *= w_rest
             along += tl.sum(g_rest * x_rest, 0)
-            level += tl.sum(g_rest, 0)
+            level += tl.sum(g_rest, 0) if CENTRE else 0.0
         along, level = along / width, level / width
         g = past + (g - level - x * along) * spread
         by_sum += g
@@ -139,21 +142,25 @@ def _plan(width: int) -> tuple[int, int, int]:
 
 @library.custom_op("ingot::add_norm", mutates_args=())
 def _add_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y (empty where there is no y), its norm, and the mean and 1 / deviation of each row; x, y [n, d]."""
+    """x + y (empty where there is no y), its norm, and the mean (if it is taken off) and 1 / deviation of each row;
+    x, y [n, d]."""
     rows, width = x.shape
     main, rest, warps = _plan(width)
     total = torch.empty_like(x) if y is not None else x.new_empty(0)
     out, stats = torch.empty_like(x), torch.empty(rows, 2, device=x.device)
     _norm_kernel[(rows,)](
-        x, y, weight, bias, total, out, stats, width, eps, y is not None, bias is not None, main, rest, num_warps=warps
-    )
+        x, y, weight, bias, total, out, stats, width, eps, y is not None, bias is not None, centre, main, rest,
+        num_warps=warps,
+    )  # fmt: skip
     return total, out, stats
 
 
 @_add_norm.register_fake
-def _(x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.empty_like(x) if y is not None else x.new_empty(0)
     return total, torch.empty_like(x), x.new_empty(x.shape[0], 2, dtype=torch.float32)
 
@@ -167,7 +174,7 @@ def _programs(total: Tensor) -> int:
 
 @library.custom_op("ingot::add_norm_backward", mutates_args=())
 def _add_norm_backward(
-    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor
+    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centre: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x and of y, and parts of the sums for the norm's weight and bias and for y's bias."""
     rows, width = total.shape
@@ -175,43 +182,54 @@ def _add_norm_backward(
     programs = _programs(total)
     d_x, sums = torch.empty_like(total), torch.empty(3, programs, width, device=total.device)
     _norm_backward_kernel[(programs,)](
-        d_out, d_total, total, stats, weight, d_x, sums, rows, width, triton.cdiv(rows, programs), main, rest,
+        d_out, d_total, total, stats, weight, d_x, sums, rows, width, triton.cdiv(rows, programs), centre, main, rest,
         STAGES if width <= 8192 else 1, num_warps=warps,
     )  # fmt: skip  # beyond that width the rows under way are more than a multiprocessor holds
     return d_x, sums
 
 
 @_add_norm_backward.register_fake
-def _(d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centre: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(total), weight.new_empty(3, _programs(total), total.shape[1], dtype=torch.float32)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+        ctx: Any,
+        x: Tensor,
+        y: Tensor | None,
+        y_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centre: bool,
     ) -> tuple[Tensor, Tensor]:
         flat = x.flatten(0, -2)
-        total, out, stats = _add_norm(flat, y.flatten(0, -2) if y is not None else None, weight, bias, eps)
+        total, out, stats = _add_norm(flat, y.flatten(0, -2) if y is not None else None, weight, bias, eps, centre)
         total = total if y is not None else flat
         ctx.save_for_backward(total, stats, weight)
+        ctx.centre = centre
         return total.view(x.shape), out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, d_out: Tensor) -> tuple[Tensor | None, ...]:
         total, stats, weight = ctx.saved_tensors
         flat = (d.contiguous().view(total.shape) for d in (d_out, d_total))
-        d_x, sums = _add_norm_backward(*flat, total, stats, weight)
+        d_x, sums = _add_norm_backward(*flat, total, stats, weight, ctx.centre)
         d_x = d_x.view(d_out.shape)
         by_weight, by_bias, by_sum = sums.sum(1)
-        _, y, y_bias, _, bias, _ = ctx.needs_input_grad
-        return d_x, d_x if y else None, by_sum if y_bias else None, by_weight, by_bias if bias else None, None
+        _, y, y_bias, _, bias, _, _ = ctx.needs_input_grad
+        return d_x, d_x if y else None, by_sum if y_bias else None, by_weight, by_bias if bias else None, None, None
 
 
 def add_norm(
     norm: nn.Module, x: Tensor, y: Tensor | None = None, y_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + y, or x itself, and its layer norm, both in x's type. `y_bias` is a bias that was added to y by a layer that
-    leaves its gradient to us."""
-    assert isinstance(norm, nn.LayerNorm)
-    return _AddNorm.apply(x, y, y_bias, norm.weight, norm.bias, norm.eps)
+    """x + y, or x itself, and its norm, both in x's type. `y_bias` is a bias that was added to y by a layer that leaves
+    its gradient to us."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
+    centre = isinstance(norm, nn.LayerNorm)
+    return _AddNorm.apply(x, y, y_bias, norm.weight, norm.bias if centre else None, norm.eps, centre)

@@ -80,6 +80,14 @@ class Stage(nn.Module):
             return torch.stack([self.gpt.loss(x, labels)]) if self.last else x
 
 
+class _TorchStage(PipelineStage):
+    """torch's stage, which in 2.11 greets its neighbours before it begins, itself among them where a pipeline turns back
+    on a process: gloo cannot send to itself."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
+
 class Pipeline:
     """The stages of this process and the schedules that run them."""
 
@@ -152,7 +160,7 @@ class Pipeline:
         key = (microbatches, size)  # torch learns the shapes between stages once for each
         if key not in self._schedules:
             group = self.mesh.pipeline.get_group()
-            stages = [PipelineStage(s, s.index, self.count, self.mesh.device, group=group) for s in self.stages]
+            stages = [_TorchStage(s, s.index, self.count, self.mesh.device, group=group) for s in self.stages]
             self._schedules[key] = SCHEDULES[self.schedule](
                 stages[0] if self.schedule == "1f1b" else stages, n_microbatches=microbatches, loss_fn=self._loss,
                 scale_grads=False,
