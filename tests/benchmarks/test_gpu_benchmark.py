@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,3 +64,21 @@ def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the
     text = page.read_text()
     assert "old" not in text and "| matrix products | " in text and "| tiny | 2 | 0.5 | " in text
     assert text.startswith("# A\n") and "\nB\n" in text and text.endswith("\nC\n")
+
+
+def test_times_of_kernels_go_into_the_page_and_want_a_gpu(tmp_path: Path) -> None:
+    script, out, page = (
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_kernels.py")],
+        tmp_path / "a.json",
+        tmp_path / "page.md",
+    )
+    row = {"model": "1b", "kernel": "norm", "ms": 1.234, "peer_ms": 2.0, "of_limit": 0.9}
+    out.write_text(json.dumps({"rows": [row, row | {"kernel": "attention", "peer_ms": None}]}))
+    page.write_text("A\n<!-- kernels -->\nold\n<!-- /kernels -->\nB\n")
+    subprocess.run([*script, str(out), "--docs", str(page)], check=True, timeout=120)
+    text = page.read_text()
+    assert "| 1b | norm | 1.23 | 2.00 | 90% |\n| 1b | attention | 1.23 |  | 90% |\n<!-- /kernels -->\nB\n" in text
+    assert text.startswith("A\n<!-- kernels -->\n| model |") and "old" not in text
+    if not torch.cuda.is_available():
+        refused = subprocess.run(script, capture_output=True, text=True, timeout=120)
+        assert refused.returncode == 1 and "need a GPU" in refused.stderr
