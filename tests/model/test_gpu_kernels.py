@@ -50,13 +50,15 @@ def test_alibi_attention_equals_the_formula(
         scores = scores.masked_fill(numbered[:, None, :, None] != numbered[:, None, None, :], float("-inf"))
     expected = (scores.softmax(-1) @ v).transpose(1, 2)
     expected.backward(slope.double())
-    found, _, _ = alibi_attention(fast, slopes, width**-0.5, visible_span(time, window, numbered, qkv.device))
+    bias = torch.zeros(groups * (per_group + 2) * width, device="cuda", requires_grad=True)  # added to qkv already
+    found, _, _ = alibi_attention(fast, slopes, width**-0.5, visible_span(time, window, numbered, qkv.device), bias)
     found.backward(slope)
     assert apart(found, expected) < 4e-3
     assert exact.grad is not None and fast.grad is not None
     for slot in slots:
         if (time > 1 and window != 1) or slot == per_group + 1:  # a lone token's scores have no gradient
             assert apart(fast.grad[:, :, :, slot], exact.grad[:, :, :, slot]) < 6e-3
+    assert bias.grad is not None and apart(bias.grad, exact.grad.sum((0, 1)).flatten()) < 1e-2
 
 
 def test_alibi_attention_looks_only_as_far_as_matters_and_no_less() -> None:

@@ -9,7 +9,8 @@ obvious alternative, computes the whole triangle whatever the slope.
 
 The bias needs no arithmetic per element either: softmax does not see what all keys of a query share, so slope x key
 position is added, one value per column. Queries, keys and values are read from the fused projection where they lie, and
-their gradient is written in the same layout, so nothing is cut apart or put together.
+their gradient is written in the same layout, so nothing is cut apart or put together; on the way its columns are added
+up for the gradient of the projection's bias.
 
 Documents and sliding windows are both a `span`, [2, B or 1, T] in int32: the first key that each query sees, and the
 last query that sees each key, neither ever falling along T. Blocks outside of it are not read, blocks inside pay no
@@ -18,6 +19,8 @@ mask. Without slopes (all zero) this is plain causal attention within documents 
 Shapes: B batch, T tokens, G key/value heads, P query heads per group, H = G P heads, D head width.
 qkv is [B, T, G, P + 2, D], the output [B, T, H, D]. Scores are in units of log2, so that exp2 does.
 """
+
+import math
 
 import torch
 import triton  # type: ignore[import-not-found]
@@ -28,8 +31,9 @@ LOG2E = 1.4426950408889634
 NEGLIGIBLE = 32.0  # bits under a row's largest weight; all keys beyond together are 256 times that at most
 # block of queries, block of keys, warps, stages, by padded head width; measured on an H200
 FORWARD = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)}
-BACKWARD_KV = {64: (32, 64, 4, 4), 128: (64, 64, 4, 2)}
-BACKWARD_Q = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)}
+PART = 64  # tokens whose gradients one program makes, going over blocks of others: their size, warps, stages
+BACKWARD_KV = {64: (32, 4, 4), 128: (64, 4, 2)}
+BACKWARD_Q = {64: (64, 4, 3), 128: (64, 4, 2)}
 
 
 @triton.jit
@@ -180,9 +184,9 @@ def _over_queries(d_k, d_v, k, v, q_base, o_base, lse, delta, span, key, column,
 
 
 @triton.jit
-def _backward_kv(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, span_last, T, sb, st, sg, ss, db, dt, dg,
-                 ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                 SPAN: tl.constexpr):  # fmt: skip
+def _backward_kv(qkv, d_out, d_qkv, sums, lse, delta, slopes, reach, span, span_b, span_last, T, sb, st, sg, ss, db, dt,
+                 dg, ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+                 N: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     """Gradients of one block of keys and values, over all queries that see them."""
     block, bg = tl.program_id(0), tl.program_id(1)  # the long columns first
     groups = H // P
@@ -218,6 +222,9 @@ def _backward_kv(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, spa
     there = (key < T)[:, None] & (column < D)[None, :]
     tl.store(at + P * ds_, d_k.to(d_qkv.dtype.element_ty), mask=there)
     tl.store(at + (P + 1) * ds_, d_v.to(d_qkv.dtype.element_ty), mask=there)
+    at = sums + ((tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * (P + 2) + P) * D + column
+    tl.store(at, tl.sum(d_k, 0), mask=column < D)
+    tl.store(at + D, tl.sum(d_v, 0), mask=column < D)
 
 
 @triton.jit
@@ -240,9 +247,9 @@ def _over_keys_back(d_q, q, d_o, level, inner, k_base, v_base, row, since, colum
 
 
 @triton.jit
-def _backward_q(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, span_last, T, sb, st, sg, ss, db, dt, dg,
-                ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                SPAN: tl.constexpr):  # fmt: skip
+def _backward_q(qkv, d_out, d_qkv, sums, lse, delta, slopes, reach, span, span_b, span_last, T, sb, st, sg, ss, db, dt,
+                dg, ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+                N: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     """The gradient of one block of queries, over all keys that it sees."""
     block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
@@ -267,14 +274,16 @@ def _backward_q(qkv, d_out, d_qkv, lse, delta, slopes, reach, span, span_b, span
     d_q *= scale * 0.6931471805599453
     at = d_qkv + b * db + (h // P) * dg + (h % P) * ds_ + row[:, None] * dt + column[None, :]
     tl.store(at, d_q.to(d_qkv.dtype.element_ty), mask=(row < T)[:, None] & (column < D)[None, :])
+    at = sums + ((block * (tl.num_programs(1) // P) + bh // P) * (P + 2) + bh % P) * D + column
+    tl.store(at, tl.sum(d_q, 0), mask=column < D)
 
 
 @library.custom_op("ingot::alibi_attention", mutates_args=())
 def alibi_attention(
-    qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None
+    qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention [B, T, H, D] of a fused projection [B, T, G, P + 2, D]; then, for the backward pass, the log of each
-    row's sum and each head's reach."""
+    row's sum and each head's reach. `bias` has been added by the projection, which leaves its gradient to us."""
     B, T, G, slots, D = qkv.shape
     P, H, DP = slots - 2, G * (slots - 2), triton.next_power_of_2(D)
     out = qkv.new_empty(B, T, H, D)
@@ -292,7 +301,9 @@ def alibi_attention(
 
 
 @alibi_attention.register_fake
-def _(qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     B, T, G, slots, D = qkv.shape
     H = G * (slots - 2)
     return qkv.new_empty(B, T, H, D), slopes.new_empty(B, H, T), slopes.new_empty(B, H, dtype=torch.int32)
@@ -302,35 +313,34 @@ def _(qkv: Tensor, slopes: Tensor, scale: float, span: Tensor | None = None) -> 
 def alibi_attention_backward(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float,
     span: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of qkv, and parts of its sum over all tokens."""
     B, T, G, slots, D = qkv.shape
     P, H, DP = slots - 2, G * (slots - 2), triton.next_power_of_2(D)
     d_out = d_out.contiguous()
     d_qkv = torch.empty(qkv.shape, device=qkv.device, dtype=qkv.dtype)
+    parts = triton.cdiv(T, PART)
+    sums = torch.empty(parts * B, G * slots * D, device=qkv.device)
     delta = torch.empty_like(lse)
     rows = B * T * H
     _delta[(triton.cdiv(rows, 64),)](out, d_out, delta, T, H, rows, D, DP, 64)
     slopes2 = slopes * LOG2E
     shape = (*_seen(span, reach), T, *qkv.stride()[:4], *d_qkv.stride()[:4], H, scale * LOG2E)
-    M, N, warps, stages = BACKWARD_KV.get(DP, BACKWARD_KV[128])
-    _backward_kv[(triton.cdiv(T, N), B * G)](
-        qkv, d_out, d_qkv, lse, delta, slopes2, reach, *shape, P, D, DP, M, N, span is not None,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    M, N, warps, stages = BACKWARD_Q.get(DP, BACKWARD_Q[128])
-    _backward_q[(triton.cdiv(T, M), B * H)](
-        qkv, d_out, d_qkv, lse, delta, slopes2, reach, *shape, P, D, DP, M, N, span is not None,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    return d_qkv
+    given = (qkv, d_out, d_qkv, sums, lse, delta, slopes2, reach, *shape, P, D, DP)
+    block, warps, stages = BACKWARD_KV.get(DP, BACKWARD_KV[128])
+    _backward_kv[(parts, B * G)](*given, block, PART, span is not None, num_warps=warps, num_stages=stages)
+    block, warps, stages = BACKWARD_Q.get(DP, BACKWARD_Q[128])
+    _backward_q[(parts, B * H)](*given, PART, block, span is not None, num_warps=warps, num_stages=stages)
+    return d_qkv, sums
 
 
 @alibi_attention_backward.register_fake
 def _(
     d_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, reach: Tensor, slopes: Tensor, scale: float,
     span: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return qkv.new_empty(qkv.shape)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, T, *rest = qkv.shape
+    return qkv.new_empty(qkv.shape), slopes.new_empty(B * -(-T // PART), math.prod(rest))
 
 
 def _seen(span: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
@@ -341,13 +351,14 @@ def _seen(span: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _save(ctx, inputs, output) -> None:
-    qkv, slopes, ctx.scale, span = inputs
+    qkv, slopes, ctx.scale, span, _ = inputs
     ctx.save_for_backward(qkv, slopes, span, *output)
 
 
-def _gradient(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
+def _gradient(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     qkv, slopes, span, out, lse, reach = ctx.saved_tensors
-    return alibi_attention_backward(d_out, qkv, out, lse, reach, slopes, ctx.scale, span), None, None, None
+    d_qkv, sums = alibi_attention_backward(d_out, qkv, out, lse, reach, slopes, ctx.scale, span)
+    return d_qkv, None, None, None, sums.sum(0) if ctx.needs_input_grad[4] else None
 
 
 alibi_attention.register_autograd(_gradient, setup_context=_save)

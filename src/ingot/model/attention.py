@@ -147,14 +147,17 @@ class Attention(nn.Module):
         c = self.config
         as_it_lies = not c.qk_ln and rotary is None and cache is None
         dropout = c.attn_pdrop if self.training else 0.0
-        if as_it_lies and c.clip_qkv is None and not isinstance(attend, AlibiAttend) and fuses(self.qkv, x):
-            q, k, v = split_heads(*leave_bias(self.qkv, x), c.kv_heads, c.head_width)
+        per_group = c.n_heads // c.kv_heads
+        if as_it_lies and c.clip_qkv is None and fuses(self.qkv, x):
+            qkv, bias = leave_bias(self.qkv, x)
+            if isinstance(attend, AlibiAttend):
+                return attend.fused(qkv.unflatten(2, (c.kv_heads, per_group + 2, c.head_width)), bias).flatten(2)
+            q, k, v = split_heads(qkv, bias, c.kv_heads, c.head_width)
             return attend(q, k, v, dropout).transpose(1, 2).flatten(2)
         qkv = self.qkv(x)
         batch, time, _ = qkv.shape
         if c.clip_qkv is not None:
             qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
-        per_group = c.n_heads // c.kv_heads
         qkv = qkv.view(batch, time, -1, per_group + 2, c.head_width)  # [B, T, G, queries + key + value, D]
         q, k, v = qkv[:, :, :, :per_group], qkv[:, :, :, per_group], qkv[:, :, :, per_group + 1]
         if as_it_lies and isinstance(attend, AlibiAttend) and attend.takes(qkv):
@@ -246,11 +249,11 @@ class AlibiAttend:
         """Whether the kernel is exact enough for a projection: in fp32 its products would be in TF32."""
         return qkv.dtype != torch.float32
 
-    def fused(self, qkv: Tensor) -> Tensor:
-        """[B, T, G, queries + key + value, D] to [B, T, H, D]."""
+    def fused(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[B, T, G, queries + key + value, D] to [B, T, H, D]; a bias whose gradient is left to us may come with it."""
         from ingot.model.alibi import alibi_attention
 
-        return alibi_attention(qkv, self.slopes, self.scale, self.span)[0]
+        return alibi_attention(qkv, self.slopes, self.scale, self.span, bias)[0]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         if not self.takes(q):

@@ -81,8 +81,8 @@ class Stage(nn.Module):
 
 
 class _TorchStage(PipelineStage):
-    """torch's stage, which in 2.11 greets its neighbours before it begins, itself among them where a pipeline turns back
-    on a process: gloo cannot send to itself."""
+    """torch's stage, which in 2.11 greets its neighbours before it begins, itself among them where a pipeline turns
+    back on a process: gloo cannot send to itself."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
