@@ -34,6 +34,7 @@ FORWARD = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)}
 PART = 64  # tokens whose gradients one program makes, going over blocks of others: their size, warps, stages
 BACKWARD_KV = {64: (32, 4, 4), 128: (64, 4, 2)}
 BACKWARD_Q = {64: (64, 4, 3), 128: (64, 4, 2)}
+REGISTERS = {64: 168}  # of a thread of those, so that three programs share a multiprocessor
 
 
 @triton.jit
@@ -327,10 +328,11 @@ def alibi_attention_backward(
     slopes2 = slopes * LOG2E
     shape = (*_seen(span, reach), T, *qkv.stride()[:4], *d_qkv.stride()[:4], H, scale * LOG2E)
     given = (qkv, d_out, d_qkv, sums, lse, delta, slopes2, reach, *shape, P, D, DP)
+    masked, most = span is not None, REGISTERS.get(DP)
     block, warps, stages = BACKWARD_KV.get(DP, BACKWARD_KV[128])
-    _backward_kv[(parts, B * G)](*given, block, PART, span is not None, num_warps=warps, num_stages=stages)
+    _backward_kv[(parts, B * G)](*given, block, PART, masked, num_warps=warps, num_stages=stages, maxnreg=most)
     block, warps, stages = BACKWARD_Q.get(DP, BACKWARD_Q[128])
-    _backward_q[(parts, B * H)](*given, PART, block, span is not None, num_warps=warps, num_stages=stages)
+    _backward_q[(parts, B * H)](*given, PART, block, masked, num_warps=warps, num_stages=stages, maxnreg=most)
     return d_qkv, sums
 
 
