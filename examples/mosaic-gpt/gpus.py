@@ -8,7 +8,6 @@ from itertools import takewhile
 
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
-from ingot.model.gpt import parameter_count
 from ingot.parallel.config import Layout
 from ingot.parallel.fit import USABLE, memory_needs
 from ingot.train.config import RunConfig
@@ -32,7 +31,7 @@ def main() -> None:
         needs = memory_needs(config.model, Layout(), config.parallel, config.work)
         state = (needs.weights + needs.gradients + needs.optimizer) / 1e9
         counts = [str(fewest_gpus(config, gigabytes * 1e9)) for gigabytes in DEVICES.values()]
-        print(f"| {name} | {parameter_count(config.model):,} | {state:,.0f} GB | " + " | ".join(counts) + " |")
+        print(f"| {name} | {config.model.parameters:,} | {state:,.0f} GB | " + " | ".join(counts) + " |")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from decay import decayed
 from ingot.config.load import load_config, translate
 from ingot.config.time import Clock
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_count, parameter_shapes
+from ingot.model.gpt import parameter_shapes
 from ingot.parallel.config import Layout, complete_layout
 from ingot.train.config import RunConfig
 from ingot.train.schedule import lr_multiplier
@@ -49,7 +49,7 @@ def error_of(*arguments: str) -> str:
 def test_a_file_means_what_it_means_there(name: str) -> None:
     config = load(name)
     parameters, lr, batch, duration, tokens, micro, recomputed, init = EXPECTED[name]
-    assert parameter_count(config.model) == parameters
+    assert config.model.parameters == parameters
     assert (config.optimizer.lr, config.global_train_batch_size, str(config.max_duration)) == (lr, batch, duration)
     assert (config.device_train_microbatch_size, config.activation_checkpointing) == (micro, recomputed)
     if tokens is not None:

@@ -10,7 +10,7 @@ from decay import decayed
 from ingot.config.load import load_config, translate
 from ingot.config.time import Clock
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_count, parameter_shapes
+from ingot.model.gpt import parameter_shapes
 from ingot.train.config import RunConfig
 from ingot.train.schedule import lr_multiplier
 
@@ -62,7 +62,7 @@ def test_gpt3_scripts_mean_what_they_mean_there(name: str) -> None:
         rows,
         rows,
     )
-    assert parameter_count(model) == rows * width + 2048 * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    assert model.parameters == rows * width + 2048 * width + layers * (12 * width**2 + 13 * width) + 2 * width
     assert (model.init, model.residual_init, model.init_std) == ("normal", "scaled", 0.006 if "175b" in name else 0.02)
     assert (model.positions, model.activation, model.tie_word_embeddings) == ("learned", "gelu_tanh", True)
     assert (model.emb_pdrop, model.resid_pdrop, model.attn_pdrop, model.norm_eps) == (0.1, 0.1, 0.1, 1e-5)
@@ -158,7 +158,7 @@ def test_the_batch_follows_from_the_processes_if_it_is_not_given(monkeypatch: py
 
 def test_llama_arguments() -> None:
     config = load("llama-8b.sh")
-    assert parameter_count(config.model) == 8_030_261_248
+    assert config.model.parameters == 8_030_261_248
     model = config.model
     assert (model.norm, model.no_bias, model.activation, model.kv_heads, model.head_width) == (
         "rmsnorm",
@@ -371,7 +371,7 @@ def test_heads_are_normalised_and_norms_keep_their_biases() -> None:
     config = load("documents.sh")
     assert (config.model.qk_ln, config.model.no_bias, config.model.norm_bias) == ("heads", True, True)
     layer = 12 * 384**2 + 2 * 2 * 384 + 2 * 2 * 64  # matrices; two norms; those of queries and keys
-    assert parameter_count(config.model) == 50304 * 384 + 1024 * 384 + 6 * layer + 2 * 384
+    assert config.model.parameters == 50304 * 384 + 1024 * 384 + 6 * layer + 2 * 384
 
 
 @pytest.mark.parametrize("name", ["gpt3-350m.yaml", "documents.sh", "wsd.yaml", "linear-untied.yaml"])

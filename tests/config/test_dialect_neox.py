@@ -10,7 +10,7 @@ from decay import decayed
 from ingot.config.load import load_config, translate
 from ingot.config.time import Clock
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_count, parameter_shapes
+from ingot.model.gpt import parameter_shapes
 from ingot.train.config import RunConfig
 from ingot.train.schedule import lr_multiplier
 
@@ -55,7 +55,7 @@ def test_pythia_files_mean_what_they_mean_there(name: str) -> None:
     config = pythia(name, "train_batch_size=1024")
     parameters, layers, width, heads, lr, _, tensor, vocabulary, init = PYTHIA[name]
     model = config.model
-    assert parameter_count(model) == parameters
+    assert model.parameters == parameters
     assert (model.n_layers, model.d_model, model.n_heads, model.vocab_size) == (layers, width, heads, vocabulary)
     assert (model.init, model.residual_init, model.init_std) == (*init, 0.02)
     assert (model.positions, model.rotary_pct, model.rotary_base) == ("rotary", 0.25, 10000)
@@ -118,7 +118,7 @@ def test_typed_learning_rates_of_pythia_1_4b() -> None:
 
 def test_neox_20b_from_json_with_its_processes_declared() -> None:
     config = load(str(FILES / "20B.json"))
-    assert parameter_count(config.model) == 20_554_567_680
+    assert config.model.parameters == 20_554_567_680
     assert config.global_train_batch_size == 4 * 32 * 96 // 8 == 1536
     assert (config.parallel.tensor, config.parallel.pipeline, config.model.vocab_size) == (2, 4, 50432)
     assert (config.optimizer.weight_decay, config.optimizer.lr, str(config.save_interval)) == (0.01, 9.7e-5, "500ba")
@@ -129,7 +129,7 @@ def test_neox_20b_from_json_with_its_processes_declared() -> None:
 def test_gpt2_and_its_blend() -> None:
     config = load(str(FILES / "125M-gpt2.yml"))
     model = config.model
-    assert parameter_count(model) == 50304 * 768 + 2048 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
+    assert model.parameters == 50304 * 768 + 2048 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
     assert (model.positions, model.activation, model.parallel_residual, model.tie_word_embeddings) == (
         "learned",
         "gelu",
@@ -239,7 +239,7 @@ def test_biases_of_norms_and_initialisation_by_neoxs_names() -> None:
     config = load(str(FILES / "exponential.yml"))
     model = config.model
     assert (model.no_bias, model.norm_bias, model.init, model.residual_init) == (True, True, "normal", "same")
-    assert parameter_count(model) == 50304 * 512 + 8 * (12 * 512**2 + 2 * 2 * 512) + 2 * 512
+    assert model.parameters == 50304 * 512 + 8 * (12 * 512**2 + 2 * 2 * 512) + 2 * 512
     assert (config.mask_eos_loss, model.eos_token_id, config.global_train_batch_size) == (True, 0, 64)
     assert "use_bias_in_norms" in translate(RunConfig, [str(FILES / "exponential.yml")]).rows
 

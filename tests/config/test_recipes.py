@@ -4,7 +4,7 @@ import pytest
 
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
-from ingot.model.gpt import flops_per_token, parameter_count
+from ingot.model.gpt import flops_per_token
 from ingot.train.config import RunConfig
 
 # name: (parameters, layers, width, heads, peak lr, global batch, duration)
@@ -44,7 +44,7 @@ def load(name: str) -> RunConfig:
 def test_mpt_recipes_are_llm_foundrys(family: str, size: str) -> None:
     config = load(f"{family}-{size}")
     parameters, layers, width, heads, lr, batch, duration = MPT[size]
-    assert parameter_count(config.model) == parameters
+    assert config.model.parameters == parameters
     assert (config.model.n_layers, config.model.d_model, config.model.n_heads) == (layers, width, heads)
     assert (config.optimizer.lr, config.global_train_batch_size, str(config.max_duration)) == (lr, batch, duration)
     assert (config.optimizer.name, config.optimizer.betas, config.optimizer.eps) == (
@@ -65,7 +65,7 @@ def test_mpt_recipes_are_llm_foundrys(family: str, size: str) -> None:
 def test_pythia_recipes_are_gpt_neoxs(size: str) -> None:
     config = load(f"pythia-{size}")
     parameters, layers, width, heads, lr = PYTHIA[size]
-    assert parameter_count(config.model) == parameters
+    assert config.model.parameters == parameters
     assert (config.model.n_layers, config.model.d_model, config.model.n_heads) == (layers, width, heads)
     assert (config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", lr, 0.1)
     assert (config.global_train_batch_size, str(config.max_duration)) == (1024, "143000ba")
@@ -84,7 +84,7 @@ def test_gpt3_recipes_are_megatrons(size: str) -> None:
     model = config.model
     assert (model.n_layers, model.d_model, model.n_heads, model.vocab_rows) == (layers, width, heads, rows)
     by_hand = rows * width + 2048 * width + layers * (12 * width**2 + 13 * width) + 2 * width
-    assert parameter_count(model) == by_hand
+    assert model.parameters == by_hand
     assert (config.optimizer.lr, config.global_train_batch_size, config.optimizer.weight_decay) == (lr, batch, 0.1)
     assert (model.positions, model.activation, model.init, model.residual_init) == (
         "learned", "gelu_tanh", "normal", "scaled")  # fmt: skip
@@ -94,10 +94,10 @@ def test_gpt3_recipes_are_megatrons(size: str) -> None:
 
 def test_neox_20b_and_llama_have_the_published_sizes() -> None:
     neox = load("neox-20b")
-    assert parameter_count(neox.model) == 20_554_567_680
+    assert neox.model.parameters == 20_554_567_680
     assert (neox.optimizer.lr, neox.optimizer.weight_decay, neox.global_train_batch_size) == (9.7e-5, 0.01, 1536)
-    assert parameter_count(load("llama-1b").model) == 1_235_814_400
-    assert parameter_count(load("llama-8b").model) == 8_030_261_248
+    assert load("llama-1b").model.parameters == 1_235_814_400
+    assert load("llama-8b").model.parameters == 8_030_261_248
 
 
 def test_no_recipe_is_untested() -> None:

@@ -14,7 +14,6 @@ import pytest
 from ingot.config.load import load_config
 from ingot.data.inspect import describe, find_splits
 from ingot.launch.spec import read_spec
-from ingot.model.gpt import parameter_count
 from ingot.report.metrics_file import read_rows
 from ingot.train.config import RunConfig
 
@@ -225,7 +224,7 @@ def test_real_text_and_the_real_tokenizers_take_the_same_path(tmp_path: Path) ->
     run_script("neox-pythia", folder, SLURM_CONF="/dev/null", INGOT_EXAMPLE_DATA=str(REAL_DATA))
     check_results("neox-pythia", folder)
     model = load_config(RunConfig, [str(folder / "pythia-14M" / "config.yaml")]).model
-    assert model.vocab_size == 50304 and parameter_count(model) == 14_067_712, "Pythia 14M, to the last parameter"
+    assert model.vocab_size == 50304 and model.parameters == 14_067_712, "Pythia 14M, to the last parameter"
 
 
 @pytest.mark.parametrize(("file", "recipe"), PYTHIA.items())
@@ -235,8 +234,8 @@ def test_the_json_files_of_pythia_say_what_the_recipes_say(file: str, recipe: st
     native = load_config(RunConfig, [f"pythia-{recipe}"])
     own = {"vocab_size", "vocab_multiple", "ffn_hidden_size", "norm_bias"}  # said here, and left to defaults there
     assert found.model.model_dump(exclude=own) == native.model.model_dump(exclude=own)
-    assert parameter_count(found.model) == parameter_count(native.model)
-    assert f"| {parameter_count(native.model):,} |" in (EXAMPLES / "neox-pythia" / "README.md").read_text()
+    assert found.model.parameters == native.model.parameters
+    assert f"| {native.model.parameters:,} |" in (EXAMPLES / "neox-pythia" / "README.md").read_text()
     for key in ("optimizer", "global_train_batch_size", "max_seq_len", "max_duration", "gradient_clipping"):
         assert getattr(found, key) == getattr(native, key), key
     assert found.save_folder == f"pythia-{file}", "each size saves to a place of its own"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot.model.attention import KVCache, rotary_tables, rotate
 from ingot.model.config import ModelConfig
 from ingot.model.generate import generate
-from ingot.model.gpt import GPT, IGNORE, flops_per_token, is_matrix, parameter_count
+from ingot.model.gpt import GPT, IGNORE, flops_per_token, is_matrix
 from ingot.model.init import build_model
 
 SMALL = {"d_model": 48, "n_heads": 6, "n_layers": 3, "vocab_size": 130, "max_seq_len": 40}
@@ -397,12 +397,12 @@ def test_blocks_are_recomputed_when_asked() -> None:
 @every_family
 def test_counting_parameters_builds_no_model_and_is_exact(family: str) -> None:
     model = make(**FAMILIES[family])
-    assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
+    assert model.config.parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_flops_follow_the_published_formula() -> None:
     """6 N + 12 L d S; the embedding counts when it is also the head, and half the attention when causal."""
     tied, untied = (ModelConfig.model_validate({**SMALL, "tie_word_embeddings": t}) for t in (True, False))
-    n = parameter_count(tied)
+    n = tied.parameters
     assert flops_per_token(tied, 40) == flops_per_token(untied, 40) == 6 * n + 12 * 3 * 48 * 40
     assert flops_per_token(tied, 40, causal=True) == 6 * n + 6 * 3 * 48 * 40

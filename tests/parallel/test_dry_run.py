@@ -10,7 +10,6 @@ import pytest
 PROGRAM = """
 import json, sys, torch
 from ingot.config.load import load_config
-from ingot.model.gpt import parameter_count
 from ingot.parallel.dry_run import dry_run
 from ingot.parallel.fit import choose_layout, memory_needs
 from ingot.train.config import RunConfig
@@ -24,7 +23,7 @@ bytes = dry_run(
     make_optimizer=lambda spread: torch.optim.AdamW(list(spread.names), foreach=False),
 )
 estimate = memory_needs(config.model, layout, config.parallel, config.work).total
-share = parameter_count(config.model) * 4 * layout.replicate / layout.size
+share = config.model.parameters * 4 * layout.replicate / layout.size
 print(json.dumps(bytes | {"share": share, "estimate": estimate}))
 """
 

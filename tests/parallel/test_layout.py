@@ -1,14 +1,16 @@
 """Which layouts work, where a process stands, and how many to start: decided from numbers, without a process."""
 
+import math
+
 import pytest
 
 from ingot.config.load import load_config
 from ingot.errors import ConfigError
 from ingot.launch.node import find_node
 from ingot.model.config import ModelConfig
-from ingot.model.gpt import parameter_count
+from ingot.model.gpt import parameter_shapes
 from ingot.parallel.config import Layout, ParallelConfig
-from ingot.parallel.fit import Work, block_parameters, choose_layout, end_parameters, memory_needs
+from ingot.parallel.fit import Work, choose_layout, memory_needs
 from ingot.parallel.place import Place, find_place, first_host
 from ingot.train.config import RunConfig
 from ingot.train.microbatch import largest_within, must_fit
@@ -130,7 +132,7 @@ def test_the_estimate_counts_every_parameter(recipe: str) -> None:
         {"qk_ln": "heads", "no_bias": True, "norm_bias": model.norm != "rmsnorm"},
     ):
         m = model.model_copy(update=more)
-        assert m.n_layers * block_parameters(m) + end_parameters(m) == parameter_count(m)
+        assert m.parameters == sum(map(math.prod, parameter_shapes(m).values()))
 
 
 @pytest.mark.parametrize("axis", ["shard", "tensor", "context", "pipeline"])

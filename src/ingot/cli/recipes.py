@@ -21,7 +21,6 @@ def show_list() -> None:
 
     from ingot.config.load import load_config
     from ingot.config.recipes import recipe_names
-    from ingot.model.gpt import parameter_count
     from ingot.train.config import RunConfig
 
     table = Table(
@@ -31,7 +30,7 @@ def show_list() -> None:
         config = load_config(RunConfig, [name])
         model = config.model
         table.add_row(
-            name, f"{parameter_count(model):,}", str(model.n_layers), str(model.d_model), str(model.n_heads),
+            name, f"{model.parameters:,}", str(model.n_layers), str(model.d_model), str(model.n_heads),
             str(config.max_seq_len), str(config.global_train_batch_size), f"{config.optimizer.lr:g}",
             str(config.max_duration),
         )  # fmt: skip

@@ -155,3 +155,26 @@ class ModelConfig(Section):
     def context(self) -> int:
         """Longest sequence that the model takes."""
         return self.max_seq_len or 2048
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights of one block."""
+        heads, groups = self.n_heads * self.head_width, self.kv_heads * self.head_width
+        norm = 2 if self.has_norm_bias else 1  # vectors of a norm
+        normed = 2 * self.head_width if self.qk_ln == "heads" else heads + groups if self.qk_ln else 0
+        up = self.ffn_width * (2 if self.activation == "swiglu" else 1)
+        matrices = self.d_model * (2 * heads + 2 * groups) + self.d_model * (up + self.ffn_width)
+        biases = 0 if self.no_bias else heads + 2 * groups + self.d_model + up + self.d_model
+        return matrices + biases + norm * (2 * self.d_model + normed)
+
+    @property
+    def end_parameters(self) -> int:
+        """Weights outside of the blocks: embeddings, head and last norm."""
+        rows = self.vocab_rows * (1 if self.tie_word_embeddings else 2)
+        rows += self.context if self.positions == "learned" else 0
+        return self.d_model * (rows + (2 if self.has_norm_bias else 1))
+
+    @property
+    def parameters(self) -> int:
+        """Exact number of parameters; no model is built for it."""
+        return self.n_layers * self.block_parameters + self.end_parameters

@@ -3,8 +3,6 @@
 Shapes: B batch, T tokens, d d_model, V vocab_size.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -223,16 +221,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
 
 
-def parameter_count(config: ModelConfig) -> int:
-    """Exact number of parameters."""
-    return sum(map(math.prod, parameter_shapes(config).values()))
-
-
 def flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> float:
     """Training FLOPs per token, forward and backward: 6 N + 12 L d S, the full square of attention as the field
     reports it; `causal` counts only the half that is computed. N leaves out an input embedding that is not the head.
     """
-    n = parameter_count(config)
+    n = config.parameters
     if not config.tie_word_embeddings:
         n -= config.vocab_rows * config.d_model
     attention = 12 * config.n_layers * config.n_heads * config.head_width * seq_len

@@ -54,28 +54,11 @@ class Needs:
         return f"{self.total / 2**30:.1f} GiB ({parts})"
 
 
-def block_parameters(m: ModelConfig) -> int:
-    """Weights of one block."""
-    heads, groups, bias = m.n_heads * m.head_width, m.kv_heads * m.head_width, not m.no_bias
-    norm = 2 if m.has_norm_bias else 1  # vectors of a norm
-    normed = 2 * m.head_width if m.qk_ln == "heads" else heads + groups if m.qk_ln else 0
-    up = m.ffn_width * (2 if m.activation == "swiglu" else 1)
-    matrices = m.d_model * (2 * heads + 2 * groups) + m.d_model * (up + m.ffn_width)
-    biases = (heads + 2 * groups + m.d_model + up + m.d_model) if bias else 0
-    return matrices + biases + norm * (2 * m.d_model + normed)
-
-
-def end_parameters(m: ModelConfig) -> int:
-    """Weights outside of the blocks: embeddings, head and last norm."""
-    rows = m.vocab_rows * (1 if m.tie_word_embeddings else 2) + (m.context if m.positions == "learned" else 0)
-    return m.d_model * (rows + (2 if m.has_norm_bias else 1))
-
-
 def memory_needs(m: ModelConfig, layout: Layout, parallel: ParallelConfig, work: Work) -> Needs:
     """The bytes that the process with most of them needs."""
     t, p, sharers = layout.tensor, layout.pipeline, layout.shard * layout.context
     layers = -(-m.n_layers // p)
-    block, ends = block_parameters(m) / t, end_parameters(m) / t
+    block, ends = m.block_parameters / t, m.end_parameters / t
     head = m.vocab_rows * m.d_model / t
     own = (layers * block + ends) / sharers  # in a pipeline, the stage with the larger end
     hidden = layers * block / sharers
