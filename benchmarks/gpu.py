@@ -32,14 +32,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise, product
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch
 from gpu_peers import PEERS, PeerStep, build_peer
-from gpu_profile import profile_step, write_docs
+from gpu_profile import event_times, profile_step, write_docs
 from gpu_train import run_train
 
 from ingot.config.load import load_config
@@ -111,8 +111,9 @@ def main() -> None:
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:
-            examine = measure_train if arguments.train else measure_budgets if arguments.budgets else measure
-            for section, row in examine(arguments, model, positions, device, found.get("references", [])):
+            rows = partial(measure, references=found.get("references", []))
+            examine = measure_train if arguments.train else measure_budgets if arguments.budgets else rows
+            for section, row in examine(arguments, model, positions, device):
                 print(section, json.dumps(row), flush=True)
                 if row.get("loss") is not None and abs(row["loss"] / row["reference_loss"] - 1) > TOLERANCE:
                     print(f"the loss of {row['system']} is wrong, so it has no figure", file=sys.stderr)
@@ -209,9 +210,7 @@ def measure(
             clean(device)
 
 
-def measure_budgets(
-    arguments: argparse.Namespace, model: str, positions: str, device: torch.device, references: list[dict[str, Any]]
-) -> Iterator[tuple]:
+def measure_budgets(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
     """The memory and speed of budgets for activations."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
@@ -232,9 +231,7 @@ def measure_budgets(
     functorch.activation_memory_budget = 1.0
 
 
-def measure_train(
-    arguments: argparse.Namespace, model: str, positions: str, device: torch.device, references: list[dict[str, Any]]
-) -> Iterator[tuple]:
+def measure_train(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
     """The speed of `ingot train` with the same batches, and the time until its first step."""
     size = SIZES[model]
     for precision in arguments.precisions:
@@ -327,12 +324,9 @@ def step_times(step: TrainStep | PeerStep, batches: list[Batch], steps: int, dev
     """Seconds of each step after the first, one upon the other without waiting for the device, as a trainer runs."""
     if device.type == "cpu":
         return [timed(step, batches[n % len(batches)], device) for n in range(steps + 1)][1:]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    for n, mark in enumerate(marks):
-        step.run(batches[n % len(batches)])
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+    turns = cycle(batches)
+    step.run(next(turns))
+    return event_times(lambda: step.run(next(turns)), steps)
 
 
 def clean(device: torch.device) -> None:

@@ -11,38 +11,39 @@ measured in the same run. Alone and with pauses a kernel meets a cooler card tha
 
 import argparse
 import json
-import re
 import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu import SIZES
+from gpu_profile import event_times, put_table
 from torch import Tensor, nn
 
-# d_model, heads, sequences of a microbatch in benchmarks/gpu.py
-SHAPES = {"125m": (768, 12, 32), "350m": (1024, 16, 32), "760m": (1536, 12, 16), "1b": (2048, 16, 16),
-          "3b": (2560, 20, 8), "7b": (4096, 32, 2)}  # fmt: skip
-TIME, VOCABULARY = 2048, 50368
+from ingot.config.load import load_config
+from ingot.train.config import RunConfig
+
 DEVICE = "cuda"
+MODELS = [name for name in SIZES if name != "tiny"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("found", nargs="?", type=Path, help="results of before, to write into a page")
-    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--docs", type=Path, help="with results of before: the page")
     arguments = parser.parse_args()
     if arguments.found is not None:
         found = json.loads(arguments.found.read_text())
-        print(table(found["rows"])) if arguments.docs is None else write_docs(found["rows"], arguments.docs)
+        text = table(found["rows"])
+        print(text) if arguments.docs is None else put_table(arguments.docs, "kernels", text + "\n")
         return
     if not torch.cuda.is_available():
         sys.exit("these kernels need a GPU, and torch finds none")
@@ -50,16 +51,17 @@ def main() -> None:
     print(f"a copy moves {copy / 1e12:.2f} TB/s, a product does {product / 1e12:.0f} TFLOP/s", flush=True)
     found = {
         "command": shlex.join(["python", "benchmarks/gpu_kernels.py", *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, DEVICE: torch.version.cuda, "python": sys.version.split()[0]},
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
         "device": torch.cuda.get_device_name(), "copy_bytes_per_second": copy, "flops_per_second": product, "rows": [],
     }  # fmt: skip
     for model in arguments.models:
-        for kernel in kernels(*SHAPES[model]):
+        for kernel in kernels(load_config(RunConfig, [f"mpt-{model}"]), SIZES[model].micro):
             times, peers = measure(kernel.run), measure(kernel.peer) if kernel.peer is not None else None
-            ms, limit = statistics.median(times), (kernel.bytes / copy + kernel.flops / product) * 1e3
-            row = {"model": model, "kernel": kernel.name, "ms": round(ms, 3),
-                   "peer_ms": round(statistics.median(peers), 3) if peers else None,
-                   "of_limit": round(limit / ms, 3), "spread": round((max(times) - min(times)) / ms, 3)}  # fmt: skip
+            seconds, limit = statistics.median(times), kernel.bytes / copy + kernel.flops / product
+            row = {"model": model, "kernel": kernel.name, "ms": round(1e3 * seconds, 3),
+                   "peer_ms": round(1e3 * statistics.median(peers), 3) if peers else None,
+                   "of_limit": round(limit / seconds, 3),
+                   "spread": round((max(times) - min(times)) / seconds, 3)}  # fmt: skip
             print(json.dumps(row), flush=True)
             found["rows"].append(row)
             if arguments.out is not None:
@@ -80,7 +82,8 @@ class Kernel:
     flops: float = 0.0
 
 
-def kernels(d: int, heads: int, batch: int) -> Iterator[Kernel]:
+def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
+    """Those of a model, for a microbatch."""
     from ingot.model.alibi import alibi_attention
     from ingot.model.attention import alibi_slopes
     from ingot.model.gelu_kernel import biased_gelu
@@ -89,7 +92,9 @@ def kernels(d: int, heads: int, batch: int) -> Iterator[Kernel]:
     from ingot.model.norm_kernel import add_norm
 
     compiled = partial(torch.compile, dynamic=False)
-    rows, width, stream = batch * TIME, d // heads, (batch, TIME, d)
+    d, heads, width = config.model.d_model, config.model.n_heads, config.model.head_width
+    time, vocabulary = config.max_seq_len, config.model.vocab_size
+    rows, stream = batch * time, (batch, time, d)
     unit = 2.0 * rows * d  # bytes of a tensor of the residual stream
     norm = nn.LayerNorm(d, device=DEVICE)
 
@@ -101,34 +106,34 @@ def kernels(d: int, heads: int, batch: int) -> Iterator[Kernel]:
         return F.gelu(x + bias.bfloat16())
 
     def plain_heads(x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        parts = (x + bias.bfloat16()).view(batch, TIME, heads, 3, width)
+        parts = (x + bias.bfloat16()).view(batch, time, heads, 3, width)
         return tuple(parts[:, :, :, n].transpose(1, 2) for n in range(3))
 
     both = (both_ways(f, stream, stream, vector(d)) for f in (partial(add_norm, norm), compiled(plain_norm)))
     yield Kernel("addition and norm", *both, bytes=8 * unit)  # 2 read, 2 written; back 3 read, 1 written
-    both = (both_ways(f, (batch, TIME, 4 * d), vector(4 * d)) for f in (biased_gelu, compiled(plain_gelu)))
+    both = (both_ways(f, (batch, time, 4 * d), vector(4 * d)) for f in (biased_gelu, compiled(plain_gelu)))
     yield Kernel("GELU and bias", *both, bytes=20 * unit)  # of 4 units each: 1 and 1; back 2 and 1
     ours = partial(split_heads, groups=heads, width=width)
-    both = (both_ways(f, (batch, TIME, 3 * d), vector(3 * d)) for f in (ours, compiled(plain_heads)))
+    both = (both_ways(f, (batch, time, 3 * d), vector(3 * d)) for f in (ours, compiled(plain_heads)))
     yield Kernel("heads and bias", *both, bytes=6 * unit)  # views; back 3 and 3
 
-    flops = 3.5 * 2 * batch * heads * TIME * TIME * width  # of the causal half
+    flops = 3.5 * 2 * batch * heads * time * time * width  # of the causal half
     by_torch = partial(F.scaled_dot_product_attention, is_causal=True)
-    torchs = both_ways(by_torch, *[(batch, heads, TIME, width)] * 3)
+    torchs = both_ways(by_torch, *[(batch, heads, time, width)] * 3)
     yield Kernel("attention by torch", torchs, flops=flops)
     slopes = alibi_slopes(heads, 8).to(DEVICE)
-    alibi = both_ways(lambda x: alibi_attention(x, slopes, width**-0.5)[0], (batch, TIME, heads, 3, width))
+    alibi = both_ways(lambda x: alibi_attention(x, slopes, width**-0.5)[0], (batch, time, heads, 3, width))
     yield Kernel("attention with ALiBi", alibi, torchs, flops=flops)
 
-    weight = nn.Parameter(torch.randn(VOCABULARY, d, device=DEVICE) * 0.02)
-    labels = torch.randint(0, VOCABULARY, (rows,), device=DEVICE)
+    weight = nn.Parameter(torch.randn(vocabulary, d, device=DEVICE) * 0.02)
+    labels = torch.randint(0, vocabulary, (rows,), device=DEVICE)
 
     def plain_loss(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
             return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
 
-    head = both_ways(lambda x: linear_cross_entropy(x, weight, labels, VOCABULARY, -100), (rows, d))
-    yield Kernel("head and loss", head, both_ways(compiled(plain_loss), (rows, d)), flops=6.0 * rows * d * VOCABULARY)
+    head = both_ways(lambda x: linear_cross_entropy(x, weight, labels, vocabulary, -100), (rows, d))
+    yield Kernel("head and loss", head, both_ways(compiled(plain_loss), (rows, d)), flops=6.0 * rows * d * vocabulary)
     shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
     layers = [nn.Linear(*shape, bias=False, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
     steps = [both_ways(layer, (rows, layer.in_features)) for layer in layers]
@@ -157,33 +162,22 @@ def both_ways(function: Callable, *inputs: tuple[int, ...] | Tensor) -> Callable
 
 
 def measure(run: Callable[[], Any], seconds: float = 0.15) -> list[float]:
-    """Milliseconds of each of some calls, one upon the other."""
+    """Seconds of each of some calls."""
     for _ in range(3):
         run()
-    torch.cuda.synchronize()
-    first = timed(run, 2)
-    return timed(run, max(5, min(200, int(seconds * 1e3 / statistics.median(first)))))
-
-
-def timed(run: Callable[[], Any], count: int) -> list[float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+    first = statistics.median(event_times(run, 2))
+    return event_times(run, max(5, min(200, int(seconds / first))))
 
 
 def copy_speed() -> float:
     source = torch.empty(1 << 30, device=DEVICE, dtype=torch.uint8).random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / (statistics.median(measure(lambda: target.copy_(source))) / 1e3)
+    return 2 * source.numel() / statistics.median(measure(lambda: target.copy_(source)))
 
 
 def product_speed() -> float:
     a, b = (torch.randn(8192, 8192, device=DEVICE).bfloat16() for _ in range(2))
-    return 2 * 8192.0**3 / (statistics.median(measure(lambda: a @ b)) / 1e3)
+    return 2 * 8192.0**3 / statistics.median(measure(lambda: a @ b))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -192,11 +186,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         peer = "" if row["peer_ms"] is None else f"{row['peer_ms']:.2f}"
         lines.append(f"| {row['model']} | {row['kernel']} | {row['ms']:.2f} | {peer} | {row['of_limit']:.0%} |")
     return "\n".join(lines)
-
-
-def write_docs(rows: list[dict[str, Any]], page: Path) -> None:
-    marks = re.compile(r"(?<=<!-- kernels -->\n).*?(?=<!-- /kernels -->)", re.DOTALL)
-    page.write_text(marks.sub(lambda _: table(rows) + "\n", page.read_text()))
 
 
 if __name__ == "__main__":

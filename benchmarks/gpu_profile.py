@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,26 @@ def _clock_and_power(step: Callable[[], Any]) -> dict[str, float]:
         return {}
 
 
+def event_times(run: Callable[[], Any], count: int) -> list[float]:
+    """Seconds of each of some calls by the device's clock, one upon the other without waiting for it."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+
+
 def write_docs(found: dict[str, Any], page: Path) -> None:
     """Put the tables of the results between their marks."""
-    text = page.read_text()
     for name, rows in (("profile", _profile(found.get("profile", []))), ("budget", _budgets(found.get("budget", [])))):
-        table = "".join(f"| {' | '.join(row)} |\n" for row in rows) or "Not measured yet.\n"
-        marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-        text = marks.sub(table, text)
-    page.write_text(text)
+        put_table(page, name, "".join(f"| {' | '.join(row)} |\n" for row in rows) or "Not measured yet.\n")
+
+
+def put_table(page: Path, name: str, table: str) -> None:
+    marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+    page.write_text(marks.sub(lambda _: table, page.read_text()))
 
 
 def _profile(rows: list[dict[str, Any]]) -> list[list[str]]:

@@ -353,14 +353,15 @@ def _seen(span: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
 
 
 def _save(ctx, inputs, output) -> None:
-    qkv, slopes, ctx.scale, span, _ = inputs
+    qkv, slopes, ctx.scale, span, bias = inputs
+    ctx.biased = bias is not None
     ctx.save_for_backward(qkv, slopes, span, *output)
 
 
 def _gradient(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     qkv, slopes, span, out, lse, reach = ctx.saved_tensors
     d_qkv, sums = alibi_attention_backward(d_out, qkv, out, lse, reach, slopes, ctx.scale, span)
-    return d_qkv, None, None, None, sums.sum(0) if ctx.needs_input_grad[4] else None
+    return d_qkv, None, None, None, sums.sum(0) if ctx.biased else None
 
 
 alibi_attention.register_autograd(_gradient, setup_context=_save)

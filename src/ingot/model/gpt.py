@@ -137,7 +137,7 @@ class GPT(nn.Module):
             assert isinstance(attend, SdpaAttend | AlibiAttend)
             attend = attend.within(documents)
         blocks: list[Block] = list(self.blocks.children())  # type: ignore[arg-type]
-        if self.chained(blocks, x):
+        if cache is None and self.chained(blocks, x):
             x, normed = add_norm(blocks[0].norm_1, x)
             for block, after in zip(blocks, [*(block.norm_1 for block in blocks[1:]), self.norm_f], strict=True):
                 x, normed = block(x, rotary, attend, None, (normed, after))

@@ -145,7 +145,7 @@ class Trainer:
             self.spread.init_weights(config.seed)
             model, self.names = self.spread.roots[0], self.spread.names
         self.shapes = parameter_shapes(config.model)
-        parameters = sum(map(math.prod, self.shapes.values()))
+        parameters = config.model.parameters
         reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
         self.optimizer = Optimizer(config.optimizer, self.names)
         self.saving = Saving(
