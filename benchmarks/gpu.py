@@ -13,8 +13,8 @@ trained again for the same batches.
 Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
 few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
 microbatches), not of a loop of their own. A row counts only if the loss after 20 steps is within 1% of a reference that
-trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes); 3b and 7b have no
-reference, since theirs does not fit on the card, and their rows say so by a loss of null.
+trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). A row with a loss
+of null was measured without a reference (`--unchecked`).
 
 `mfu_full` is tokens per second x (6 N + 12 L d S) / peak, `mfu_causal` counts half of the attention, as it is computed;
 both by the peak of bf16, also for fp8. Our ALiBi kernel skips what it proves negligible, yet the formulas count it, as
@@ -53,7 +53,7 @@ from ingot.train.device import peak_flops
 from ingot.train.optimizer import Optimizer
 from ingot.train.step import TrainStep
 
-TOLERANCE = 0.01  # of the loss after the checked steps
+CHECKED, TOLERANCE = 20, 0.01  # steps of one microbatch each, whose last loss may be so far from the reference's
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Size:
 
     micro: int  # sequences per microbatch, the fastest measured
     microbatches: int  # per optimizer step
-    checked: int = 20  # steps whose loss is compared with the reference, of one microbatch each
+    recomputed: bool = False  # whether the reference must recompute to fit on a card
     overrides: tuple[str, ...] = ()
 
 
 SIZES = {
-    "125m": Size(32, 8), "350m": Size(32, 8), "760m": Size(16, 8), "1b": Size(16, 4), "3b": Size(8, 8, 0),
-    "7b": Size(2, 16, 0),
-    "tiny": Size(2, 2, overrides=(
+    "125m": Size(32, 8), "350m": Size(32, 8), "760m": Size(16, 8), "1b": Size(16, 4), "3b": Size(8, 8, True),
+    "7b": Size(2, 16, True),
+    "tiny": Size(2, 2, True, overrides=(
         "model.d_model=64", "model.n_heads=2", "model.n_layers=2", "model.vocab_size=512",
         "max_seq_len=32")),
 }  # fmt: skip
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     parser.add_argument("--optimizers", nargs="+", choices=["adamw", "muon"], help="ingot's, in place of the recipe's")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
+    parser.add_argument("--unchecked", action="store_true", help="train no reference: rows whose loss nobody compared")
     parser.add_argument("--profile", action="store_true", help="also ingot's time of a step by kind of kernel")
     parser.add_argument("--budgets", nargs="+", type=float, help="no rows, but memory and speed of activation budgets")
     parser.add_argument("--train", action="store_true", help="no rows, but the speed and start of `ingot train`")
@@ -162,10 +163,11 @@ def measure(
     """A row for each system that has this variant, and the profile of ours."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
-    batches = read_batches(config, size.checked * size.micro + size.micro * size.microbatches * 2)
-    few = [cut(batches, step * size.micro, size.micro) for step in range(size.checked)]
+    checked = 0 if arguments.unchecked else CHECKED
+    batches = read_batches(config, checked * size.micro + size.micro * size.microbatches * 2)
+    few = [cut(batches, step * size.micro, size.micro) for step in range(checked)]
     large = [
-        cut(batches, (size.checked + step * size.microbatches) * size.micro, size.micro * size.microbatches)
+        cut(batches, (checked + step * size.microbatches) * size.micro, size.micro * size.microbatches)
         for step in range(2)
     ]
     for precision, optimizer in product(arguments.precisions, arguments.optimizers or [None]):
@@ -178,7 +180,7 @@ def measure(
             wanted = {"system": "reference", "model": model, "positions": positions, "precision": "fp32", **named,
                       "batches": digest, "seed": config.seed}  # fmt: skip
             known = (row["fp32_loss"] for row in references if row == wanted | {"fp32_loss": row["fp32_loss"]})
-            reference = next(known, None) or train_reference(config, few, device)
+            reference = next(known, None) or train_reference(config, few, size.recomputed, device)
             yield "references", wanted | {"fp32_loss": reference}
         for system in arguments.systems:
             if system != "ingot" and (positions != "learned" or precision != "bf16" or optimizer):
@@ -277,10 +279,11 @@ def build(system: str, config: RunConfig, size: Size, device: torch.device) -> T
     return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
 
 
-def train_reference(config: RunConfig, batches: list[Batch], device: torch.device) -> float:
+def train_reference(config: RunConfig, batches: list[Batch], recomputed: bool, device: torch.device) -> float:
     """The loss after the same steps in fp32, neither compiled nor with a kernel of ours."""
     exact = config.model_copy(update={"precision": "fp32"})
     model = build_model(exact.model, exact.seed, device)
+    model.recompute = "full" if recomputed else None
     optimizer = Optimizer(exact.optimizer, {p: name for name, p in model.named_parameters()})
     step = TrainStep(exact, model, optimizer, device, max(1, len(batches[0].tokens) // 4))
     torch.backends.cuda.matmul.allow_tf32 = True

@@ -6,7 +6,8 @@
 Every kernel is timed forward and backward, with the gradients of its biases. The peer is the same mathematics as
 torch.compile makes it (for attention torch's own kernel, without ALiBi). The limit is a copy for kernels that move
 bytes, counting each tensor read or written once, and the largest matrix product for those that multiply; both are
-measured in the same run. Alone and with pauses a kernel meets a cooler card than in a step.
+measured in the same run. All are replayed from CUDA graphs, so that the time of the host is in none of them. Alone and
+with pauses a kernel meets a cooler card than in a step.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -109,12 +110,13 @@ def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
         parts = (x + bias.bfloat16()).view(batch, time, heads, 3, width)
         return tuple(parts[:, :, :, n].transpose(1, 2) for n in range(3))
 
-    both = (both_ways(f, stream, stream, vector(d)) for f in (partial(add_norm, norm), compiled(plain_norm)))
+    ours = partial(add_norm, norm)
+    both = (both_ways(f, stream, stream, vector(d), weights=norm.parameters()) for f in (ours, compiled(plain_norm)))
     yield Kernel("addition and norm", *both, bytes=8 * unit)  # 2 read, 2 written; back 3 read, 1 written
     both = (both_ways(f, (batch, time, 4 * d), vector(4 * d)) for f in (biased_gelu, compiled(plain_gelu)))
     yield Kernel("GELU and bias", *both, bytes=20 * unit)  # of 4 units each: 1 and 1; back 2 and 1
-    ours = partial(split_heads, groups=heads, width=width)
-    both = (both_ways(f, (batch, time, 3 * d), vector(3 * d)) for f in (ours, compiled(plain_heads)))
+    split = partial(split_heads, groups=heads, width=width)
+    both = (both_ways(f, (batch, time, 3 * d), vector(3 * d)) for f in (split, compiled(plain_heads)))
     yield Kernel("heads and bias", *both, bytes=6 * unit)  # views; back 3 and 3
 
     flops = 3.5 * 2 * batch * heads * time * time * width  # of the causal half
@@ -132,11 +134,14 @@ def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
         with torch.autocast(DEVICE, torch.bfloat16):
             return F.cross_entropy(F.linear(x, weight).float(), labels, reduction="sum")
 
-    head = both_ways(lambda x: linear_cross_entropy(x, weight, labels, vocabulary, -100), (rows, d))
-    yield Kernel("head and loss", head, both_ways(compiled(plain_loss), (rows, d)), flops=6.0 * rows * d * vocabulary)
+    def our_loss(x: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, labels, vocabulary, -100)
+
+    both = (both_ways(f, (rows, d), weights=[weight]) for f in (our_loss, compiled(plain_loss)))
+    yield Kernel("head and loss", *both, flops=6.0 * rows * d * vocabulary)
     shapes = ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))
     layers = [nn.Linear(*shape, bias=False, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
-    steps = [both_ways(layer, (rows, layer.in_features)) for layer in layers]
+    steps = [both_ways(layer, (rows, layer.in_features), weights=[layer.weight]) for layer in layers]
     yield Kernel("products of a block", lambda: [step() for step in steps], flops=72.0 * rows * d * d)
 
 
@@ -144,8 +149,11 @@ def vector(size: int) -> Tensor:
     return torch.zeros(size, device=DEVICE, requires_grad=True)
 
 
-def both_ways(function: Callable, *inputs: tuple[int, ...] | Tensor) -> Callable[[], None]:
-    """One call of a function on random inputs of these shapes, and its gradients by them."""
+def both_ways(
+    function: Callable, *inputs: tuple[int, ...] | Tensor, weights: Iterable[Tensor] = ()
+) -> Callable[[], None]:
+    """One call of a function on random inputs of these shapes, and its gradients by them and by its weights."""
+    weights = list(weights)
     made = [x if isinstance(x, Tensor) else torch.randn(x, device=DEVICE).bfloat16().requires_grad_() for x in inputs]
     slopes: list[Tensor] = []
 
@@ -154,9 +162,7 @@ def both_ways(function: Callable, *inputs: tuple[int, ...] | Tensor) -> Callable
         results = results if isinstance(results, tuple) else (results,)
         if not slopes:
             slopes.extend(torch.randn_like(result) for result in results)
-        torch.autograd.backward(results, slopes)
-        for tensor in made:
-            tensor.grad = None
+        torch.autograd.grad(results, [*made, *weights], slopes)
 
     return run
 
@@ -165,14 +171,22 @@ def measure(run: Callable[[], Any], seconds: float = 0.15) -> list[float]:
     """Seconds of each of some calls."""
     for _ in range(3):
         run()
-    first = statistics.median(event_times(run, 2))
-    return event_times(run, max(5, min(200, int(seconds / first))))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    first = event_times(graph.replay, 3)[-1]
+    times = event_times(graph.replay, max(5, min(200, int(seconds / first))))
+    graph.reset()
+    torch.cuda.empty_cache()
+    return times
 
 
 def copy_speed() -> float:
-    source = torch.empty(1 << 30, device=DEVICE, dtype=torch.uint8).random_()
+    """Bytes per second of a kernel that reads and writes as much; in a graph, torch's own copy is a slower engine's."""
+    source = torch.randn(1 << 29, device=DEVICE).bfloat16()
     target = torch.empty_like(source)
-    return 2 * source.numel() / statistics.median(measure(lambda: target.copy_(source)))
+    return 4 * source.numel() / statistics.median(measure(lambda: torch.neg(source, out=target)))
 
 
 def product_speed() -> float:
