@@ -17,7 +17,7 @@ demo: setup
 	.venv/bin/ingot demo $(ARGS)
 
 test: setup
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 examples: setup
 	.venv/bin/python -m pytest -n 2 tests/examples -m slow -k small_form_runs
