@@ -206,7 +206,11 @@ def test_indexed_keeps_documents_and_several_keys(tokenizer: Tokenizer, tmp_path
     source = tmp_path / "two.jsonl"
     rows = [{"text": document(i), "title": "" if i % 3 == 0 else f"the ore {i}"} for i in range(50)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(source, tmp_path, tokenizer, format="indexed", json_keys=["text", "title"], output_prefix=str(tmp_path / "x"))
+    keys, prefix = ["text", "title"], str(tmp_path / "x")
+    report = run(source, tmp_path, tokenizer, format="indexed", json_keys=keys, output_prefix=prefix)
+    titled = sum(1 for row in rows if row["title"])
+    assert {name: split.documents for name, split in report.splits.items()} == {"train text": 50, "train title": titled}
+    assert report.documents == 50 + titled
     for key in ("text", "title"):
         tokens = np.fromfile(tmp_path / f"x_{key}_document.bin", dtype=np.uint16).tolist()
         assert tokens == expected_stream(tokenizer, [row[key] for row in rows if row[key]])

@@ -194,11 +194,15 @@ def prepare(
             max_document_bytes=max_document_bytes,
             max_expansion=max_expansion,
         )
-        if part:
-            text = report.splits[name]
-            print(f"{text.folder}: share {share} is done: {text.documents:,} documents, {text.bytes:,} bytes of text")
-        else:
-            _print_summary(name, report)
+        for which, text in report.splits.items():
+            where = text.folder if len(report.splits) == 1 else f"{text.folder} ({which})"
+            if part:
+                done = f"{text.documents:,} documents, {text.bytes:,} bytes of text"
+                print(f"{where}: share {share} is done: {done}")
+            else:
+                _print_summary(where, text, report.seconds)
+        if not part:
+            print(f"train on it: {report.train_command}")
 
 
 def _tokenizer(name: str | None, kind: str | None, vocab: Path | None, merges: Path | None) -> Any:
@@ -253,14 +257,13 @@ def _bytes(option: str, text: str) -> int:
     return int(float(match[1]) * 1000 ** " kmgt".index(match[2] or " "))
 
 
-def _print_summary(name: str, report: Any) -> None:
-    split = report.splits[name]
-    seconds = report.seconds or 1e-9
-    rates = f"{split.documents / seconds:,.0f} docs/s, {split.bytes / seconds / 1e6:.1f} MB/s"
+def _print_summary(where: str, split: Any, seconds: float) -> None:
+    each = seconds or 1e-9
+    rates = f"{split.documents / each:,.0f} docs/s, {split.bytes / each / 1e6:.1f} MB/s"
     about = "about " if split.is_estimate else ""
-    print(f"{split.folder}: {about}{split.documents:,} documents, {about}{split.bytes:,} bytes of text, ", end="")
+    print(f"{where}: {about}{split.documents:,} documents, {about}{split.bytes:,} bytes of text, ", end="")
     print(f"{split.tokens:,} tokens" + (f", {split.samples:,} samples" if split.samples else ""), end="")
-    print(f" in {split.shards:,} shard{'s' * (split.shards != 1)}; {report.seconds:.1f} s, {rates}")
+    print(f" in {split.shards:,} shard{'s' * (split.shards != 1)}; {seconds:.1f} s, {rates}")
     if split.skipped or split.empty:
         print(f"left out: {split.skipped:,} bad records, {split.empty:,} empty documents")
         for line in split.bad_records:
@@ -272,6 +275,5 @@ def _print_summary(name: str, report: Any) -> None:
             if count:
                 low, high = (1 << bits) // 2, (1 << bits) - 1
                 print(f"  {low:>10,} to {high:>10,} {count:>12,} {'#' * (-(-count * 40 // largest))}")
-    for size, where in split.longest[:3]:
-        print(f"  longest: {size:,} in {where}")
-    print(f"train on it: {report.train_command}")
+    for size, document in split.longest[:3]:
+        print(f"  longest: {size:,} in {document}")

@@ -35,7 +35,7 @@ _WORKER_BYTES = 240 << 20  # what one worker needs, and about what this process 
 class PrepareReport:
     """What `prepare` did."""
 
-    splits: dict[str, "SplitReport"]
+    splits: dict[str, "SplitReport"]  # by the split's name; of several fields, by "SPLIT FIELD"
     seconds: float
     engine: str
     train_command: str
@@ -135,16 +135,19 @@ def prepare(
                 chosen = choose_engine(tok, engine)
                 name, reason = chosen.name, chosen.reason
             reporter.say(f"engine: {name} ({reason})")
+        reports = {}
         for key in keys:
             target = Target.choose(Path(out_root), split, format, output_prefix, key)
             if reprocess:
                 target.remove()
             this = replace(plan, options=replace(plan.options, key=key))
-            report = Preparation(target, this, files, tok, pool or chosen, reporter, share).run()
+            made = Preparation(target, this, files, tok, pool or chosen, reporter, share).run()
+            reports[split if len(keys) == 1 else f"{split} {key}"] = made
     prefix = f"{output_prefix}_{keys[0]}_document" if output_prefix else None
     command = _train_command(Path(out_root), split, prefix)
-    totals = report.documents, report.tokens, report.bytes, report.skipped
-    return PrepareReport({split: report}, time.monotonic() - started, name, command, *totals)
+    counts = ((r.documents, r.tokens, r.bytes, r.skipped) for r in reports.values())
+    totals = (sum(count) for count in zip(*counts, strict=True))
+    return PrepareReport(reports, time.monotonic() - started, name, command, *totals)
 
 
 def _check_choices(
