@@ -94,8 +94,10 @@ def write_shard(
     with whole_file(folder / name) as file:
         for chunk in chunks:
             raw_hash.update(chunk)
-            data = packer.compress(chunk) if packer else chunk
-            zip_hash.update(data)
+            data = chunk
+            if packer:
+                data = packer.compress(chunk)
+                zip_hash.update(data)
             written += file.write(data)
             file.flush()
             begin_to_store(file.fileno(), written - len(data), len(data))
