@@ -2,6 +2,7 @@
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
@@ -78,6 +79,7 @@ def make_deterministic(config: RunConfig, device: torch.device) -> bool:
     return wanted
 
 
+@cache
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     """The device's peak rate and where the figure is from: a data sheet, or a matrix product timed here."""
     if device.type == "cuda" and precision != "fp32":
