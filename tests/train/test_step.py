@@ -9,6 +9,7 @@ from ingot.data.dataset import IGNORE
 from ingot.data.loader import Batch
 from ingot.model.init import build_model
 from ingot.train.config import RunConfig
+from ingot.train.device import peak_flops
 from ingot.train.optimizer import Optimizer
 from ingot.train.step import TrainStep
 
@@ -143,3 +144,10 @@ def test_fp16_gives_the_norm_and_the_update_of_fp32_nearly() -> None:
     loss, scaled = make_step(4, precision="fp16").run(batch)
     assert float(loss) == pytest.approx(float(exact), rel=1e-3)
     assert float(scaled) == pytest.approx(float(norm), rel=1e-2)
+
+
+def test_timing_the_peak_leaves_the_random_numbers_of_the_run_alone() -> None:
+    """Or dropout would depend on it: a GPU with a data sheet is not timed, nor is a second run of a process."""
+    before = torch.get_rng_state()
+    peak_flops.__wrapped__(CPU, "fp32")
+    assert torch.equal(torch.get_rng_state(), before)

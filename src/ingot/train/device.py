@@ -89,7 +89,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
                 return peak, f"data sheet of {part}"
     size = 8192 if device.type == "cuda" else 1024 if precision != "fp16" else 256  # which CPUs are slow at
     dtype = DTYPES.get(precision, torch.float32)
-    a = torch.randn(size, size, device=device, dtype=dtype)
+    own = torch.Generator(device).manual_seed(0)  # not the run's, whose dropout would depend on whether this is timed
+    a = torch.randn(size, size, device=device, dtype=dtype, generator=own)
     a @ a
     best = float("inf")
     for _ in range(10):
