@@ -16,6 +16,7 @@ setup: .venv/.ready
 demo: setup
 	.venv/bin/ingot demo $(ARGS)
 
+# by modules, whose fixtures are then made once, and in order: the longest is first
 test: setup
 	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 

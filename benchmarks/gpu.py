@@ -13,8 +13,8 @@ trained again for the same batches.
 Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
 few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
 microbatches), not of a loop of their own. A row counts only if the loss after 20 steps is within 1% of a reference that
-trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). A row with a loss
-of null was measured without a reference (`--unchecked`).
+trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). Rows with a loss
+of null are older than the reference of their model.
 
 `mfu_full` is tokens per second x (6 N + 12 L d S) / peak, `mfu_causal` counts half of the attention, as it is computed;
 both by the peak of bf16, also for fp8. Our ALiBi kernel skips what it proves negligible, yet the formulas count it, as
@@ -84,7 +84,6 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     parser.add_argument("--optimizers", nargs="+", choices=["adamw", "muon"], help="ingot's, in place of the recipe's")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
-    parser.add_argument("--unchecked", action="store_true", help="train no reference: rows whose loss nobody compared")
     parser.add_argument("--profile", action="store_true", help="also ingot's time of a step by kind of kernel")
     parser.add_argument("--budgets", nargs="+", type=float, help="no rows, but memory and speed of activation budgets")
     parser.add_argument("--train", action="store_true", help="no rows, but the speed and start of `ingot train`")
@@ -163,34 +162,30 @@ def measure(
     """A row for each system that has this variant, and the profile of ours."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
-    checked = 0 if arguments.unchecked else CHECKED
-    batches = read_batches(config, checked * size.micro + size.micro * size.microbatches * 2)
-    few = [cut(batches, step * size.micro, size.micro) for step in range(checked)]
+    batches = read_batches(config, CHECKED * size.micro + size.micro * size.microbatches * 2)
+    few = [cut(batches, step * size.micro, size.micro) for step in range(CHECKED)]
     large = [
-        cut(batches, (checked + step * size.microbatches) * size.micro, size.micro * size.microbatches)
+        cut(batches, (CHECKED + step * size.microbatches) * size.micro, size.micro * size.microbatches)
         for step in range(2)
     ]
     for precision, optimizer in product(arguments.precisions, arguments.optimizers or [None]):
         named: dict[str, Any] = {"optimizer": optimizer} if optimizer else {}
         if optimizer:
             config = run_config(arguments.data, model, positions, f"optimizer.name={optimizer}")
-        reference = None
-        if few:
-            digest = hashlib.sha256(b"".join(batch.tokens.tobytes() for batch in few)).hexdigest()[:16]
-            wanted = {"system": "reference", "model": model, "positions": positions, "precision": "fp32", **named,
-                      "batches": digest, "seed": config.seed}  # fmt: skip
-            known = (row["fp32_loss"] for row in references if row == wanted | {"fp32_loss": row["fp32_loss"]})
-            reference = next(known, None) or train_reference(config, few, size.recomputed, device)
-            yield "references", wanted | {"fp32_loss": reference}
+        digest = hashlib.sha256(b"".join(batch.tokens.tobytes() for batch in few)).hexdigest()[:16]
+        wanted = {"system": "reference", "model": model, "positions": positions, "precision": "fp32", **named,
+                  "batches": digest, "seed": config.seed}  # fmt: skip
+        known = (row["fp32_loss"] for row in references if row == wanted | {"fp32_loss": row["fp32_loss"]})
+        reference = next(known, None) or train_reference(config, few, size.recomputed, device)
+        yield "references", wanted | {"fp32_loss": reference}
         for system in arguments.systems:
             if system != "ingot" and (positions != "learned" or precision != "bf16" or optimizer):
                 continue  # the peers have no other form
             start = time.perf_counter()
             step = build(system, config.model_copy(update={"precision": precision}), size, device)
-            loss = None
-            for batch in few or [cut(batches, 0, size.micro)]:
-                loss = step.run(batch)[0]
-            loss = float(loss) if few else None  # type: ignore[arg-type]
+            for batch in few:
+                last = step.run(batch)[0]
+            loss = float(last)
             ready = time.perf_counter() - start
             times = step_times(step, large, arguments.steps, device)
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
