@@ -13,8 +13,10 @@ trained again for the same batches.
 Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
 few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
 microbatches), not of a loop of their own. A row counts only if the loss after 20 steps is within 1% of a reference that
-trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). Rows with a loss
-of null are older than the reference of their model.
+trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). These steps
+have the learning rates of the recipe's warmup, less by the square root of the part of its global batch that they train
+on: at the recipe's peak, meant for up to 500 times the sequences, the first step takes 7b from a loss of 11.5 to 30,
+and then how any two runs differ says nothing (docs/performance.md).
 
 `mfu_full` is tokens per second x (6 N + 12 L d S) / peak, `mfu_causal` counts half of the attention, as it is computed;
 both by the peak of bf16, also for fp8. Our ALiBi kernel skips what it proves negligible, yet the formulas count it, as
@@ -25,6 +27,7 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -43,6 +46,7 @@ from gpu_profile import event_times, profile_step, write_docs
 from gpu_train import run_train
 
 from ingot.config.load import load_config
+from ingot.config.time import Clock
 from ingot.data.dataset import open_dataset
 from ingot.data.loader import Batch, Loader
 from ingot.model.attention import choose_kernel
@@ -51,6 +55,7 @@ from ingot.model.init import build_model
 from ingot.train.config import RunConfig
 from ingot.train.device import peak_flops
 from ingot.train.optimizer import Optimizer
+from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
 
 CHECKED, TOLERANCE = 20, 0.01  # steps of one microbatch each, whose last loss may be so far from the reference's
@@ -111,7 +116,7 @@ def main() -> None:
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:
-            rows = partial(measure, references=found.get("references", []))
+            rows = partial(measure, references=found.setdefault("references", []))
             examine = measure_train if arguments.train else measure_budgets if arguments.budgets else rows
             for section, row in examine(arguments, model, positions, device):
                 print(section, json.dumps(row), flush=True)
@@ -119,8 +124,8 @@ def main() -> None:
                     print(f"the loss of {row['system']} is wrong, so it has no figure", file=sys.stderr)
                     wrong += 1
                     continue
-                rows = [other for other in found.get(section, []) if key(other) != key(row)]
-                found[section] = sorted([*rows, row], key=key)
+                known = found.setdefault(section, [])
+                known[:] = sorted([*(other for other in known if key(other) != key(row)), row], key=key)
                 write(found, arguments.out)
     if arguments.curve:
         found["fp8_curve"] = fp8_curve(arguments, device)
@@ -183,9 +188,7 @@ def measure(
                 continue  # the peers have no other form
             start = time.perf_counter()
             step = build(system, config.model_copy(update={"precision": precision}), size, device)
-            for batch in few:
-                last = step.run(batch)[0]
-            loss = float(last)
+            loss = learn(config, step, few)
             ready = time.perf_counter() - start
             times = step_times(step, large, arguments.steps, device)
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
@@ -274,6 +277,18 @@ def build(system: str, config: RunConfig, size: Size, device: torch.device) -> T
     return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
 
 
+def learn(config: RunConfig, step: TrainStep | PeerStep, batches: list[Batch]) -> float:
+    """The loss of the last of some steps, by the schedule of the recipe. Since a step has but a part of the recipe's
+    batch, its learning rate is scaled by the square root of that part."""
+    clock = Clock(config.global_train_batch_size, config.max_seq_len, len(batches), config.max_duration)
+    scale = math.sqrt(len(batches[0].tokens) / config.global_train_batch_size)
+    set_lr = step.set_lr if isinstance(step, PeerStep) else step.optimizer.set_lr
+    for done, batch in enumerate(batches):
+        set_lr(scale * lr_multiplier(config.scheduler, clock, done))
+        loss = step.run(batch)[0]
+    return float(loss)
+
+
 def train_reference(config: RunConfig, batches: list[Batch], recomputed: bool, device: torch.device) -> float:
     """The loss after the same steps in fp32, neither compiled nor with a kernel of ours."""
     exact = config.model_copy(update={"precision": "fp32"})
@@ -282,10 +297,8 @@ def train_reference(config: RunConfig, batches: list[Batch], recomputed: bool, d
     optimizer = Optimizer(exact.optimizer, {p: name for name, p in model.named_parameters()})
     step = TrainStep(exact, model, optimizer, device, max(1, len(batches[0].tokens) // 4))
     torch.backends.cuda.matmul.allow_tf32 = True
-    for batch in batches:
-        loss = step.run(batch)[0]
+    result = learn(exact, step, batches)
     torch.backends.cuda.matmul.allow_tf32 = False
-    result = float(loss)
     del step, model, optimizer
     clean(device)
     return result

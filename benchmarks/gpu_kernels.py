@@ -87,6 +87,7 @@ def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
     """Those of a model, for a microbatch."""
     from ingot.model.alibi import alibi_attention
     from ingot.model.attention import alibi_slopes
+    from ingot.model.fp8 import FORWARD, quantize
     from ingot.model.gelu_kernel import biased_gelu
     from ingot.model.heads_kernel import split_heads
     from ingot.model.linear_cross_entropy import linear_cross_entropy
@@ -143,6 +144,15 @@ def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
     layers = [nn.Linear(*shape, bias=False, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
     steps = [both_ways(layer, (rows, layer.in_features), weights=[layer.weight]) for layer in layers]
     yield Kernel("products of a block", lambda: [step() for step in steps], flops=72.0 * rows * d * d)
+    x = torch.randn(rows, 4 * d, device=DEVICE).bfloat16()
+    both = (partial(f, x) for f in (partial(quantize, dtype=FORWARD, columns=True), compiled(plain_quantize)))
+    yield Kernel("to 8 bits by rows and columns", *both, bytes=8 * unit)  # 4 read, 2 and 2 written
+
+
+def plain_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = x.abs().amax(-1).amax().float() / torch.finfo(torch.float8_e4m3fn).max
+    x8 = (x.float() / scale).to(torch.float8_e4m3fn)
+    return x8, x8.t().contiguous(), scale
 
 
 def vector(size: int) -> Tensor:

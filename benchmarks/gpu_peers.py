@@ -144,6 +144,10 @@ class PeerStep:
             self.parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.0, fused=True
         )
 
+    def set_lr(self, multiplier: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optimizer.lr * multiplier
+
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         tokens, total = batch.labels.size, torch.zeros((), device=self.device)
         for start in range(0, len(batch.tokens), self.micro):

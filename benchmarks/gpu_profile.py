@@ -18,6 +18,7 @@ KINDS = {
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
     "attention": r"cudnn|flash|fmha|^_(forward|backward_kv|backward_q|delta|reach)$",
     "norms, GELU, heads": r"^_(norm|gelu|join)\w*kernel$",
+    "to 8 bits": r"^_(largest|quantize)_kernel$",
     "loss kernel": r"^_softmax$",
     "optimizer": r"multi_tensor_apply|adam|lpnorm",
     "element-wise": r"",

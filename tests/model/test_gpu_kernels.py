@@ -1,6 +1,7 @@
 """Our Triton kernels against the same mathematics in fp64 or fp32, on fresh random inputs, in both directions."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -201,9 +202,27 @@ def test_fp8_products_equal_those_of_the_quantised_values() -> None:
         pytest.skip(why)
     for left, right in ((FORWARD, FORWARD), (BACKWARD, FORWARD)):
         a, b = torch.randn(48, 256, device="cuda"), torch.randn(80, 256, device="cuda")
-        (a8, a_scale), (b8, b_scale) = quantize(a, left), quantize(b, right)
+        (a8, _, a_scale), (b8, _, b_scale) = quantize(a, left, False), quantize(b, right, False)
         expected = (a8.double() * a_scale.double()) @ (b8.double() * b_scale.double()).t()
         assert apart(multiply(a8, a_scale, b8.t(), b_scale, torch.float32), expected) < 2e-3
+
+
+@pytest.mark.parametrize("size", [(16, 16), (48, 256), (1040, 784), (7, 3), (4096, 2048)])
+def test_8_bits_by_rows_and_by_columns_are_those_of_the_formula(size: tuple[int, int]) -> None:
+    from ingot.model.fp8 import BACKWARD, FORWARD, quantize
+
+    for dtype, wide in product((FORWARD, BACKWARD), (torch.bfloat16, torch.float32)):
+        x = (torch.randn(size) * torch.randn(size).exp()).to(wide)
+        for columns in (True, False):
+            expected = quantize(x, dtype, columns)
+            found = quantize(x.cuda(), dtype, columns)
+            assert all(torch.equal(a.cpu().float(), b.float()) for a, b in zip(found, expected, strict=True))
+            assert [a.shape for a in found] == [b.shape for b in expected]
+    for odd in (float("nan"), float("inf")):
+        x = torch.ones(size, device="cuda")
+        x[-1, -1] = odd
+        assert quantize(x, FORWARD, True)[1].float()[-1, -1].isnan()
+    assert not quantize(torch.zeros(size, device="cuda"), FORWARD, True)[1].float().any()
 
 
 @pytest.mark.parametrize(

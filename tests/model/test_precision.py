@@ -121,6 +121,7 @@ def test_an_fp8_layer_equals_quantising_by_hand() -> None:
     y.backward(slope.bfloat16())
 
     def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+        t = t.bfloat16().float()
         scale = t.abs().max() / torch.finfo(dtype).max
         return (t / scale).to(dtype).float() * scale
 
@@ -132,17 +133,22 @@ def test_an_fp8_layer_equals_quantising_by_hand() -> None:
     torch.testing.assert_close(x.grad.flatten(0, 1), d8 @ w8, atol=5e-3, rtol=1e-2)
     torch.testing.assert_close(layer.weight.grad, d8.t() @ x8, atol=1e-4, rtol=1e-4)
     assert layer.weight.grad.dtype == torch.float32
+    assert layer.bias.grad is not None
+    torch.testing.assert_close(layer.bias.grad, slope.sum((0, 1)), atol=5e-2, rtol=1e-2)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), y)
 
 
 def test_fp8_keeps_the_largest_value_and_two_digits_of_the_rest() -> None:
-    x = torch.randn(64, 64) * 1e-4
+    x = (torch.randn(64, 64) * 1e-4).bfloat16().float()
     for dtype, digits in ((FORWARD, 0.07), (BACKWARD, 0.13)):
-        narrow, scale = quantize(x, dtype)
+        narrow, columns, scale = quantize(x, dtype, True)
+        assert torch.equal(columns.float(), narrow.float().t()) and columns.is_contiguous()
         back = narrow.float() * scale
         assert back.abs().max() == x.abs().max()
         seen = x.abs() > x.abs().max() * 1e-2
         assert ((back / x - 1).abs()[seen] < digits).all()
-    assert not quantize(torch.zeros(4, 4), FORWARD)[0].float().isnan().any()
+    assert not quantize(torch.zeros(4, 4), FORWARD, False)[0].float().any()
 
 
 def test_fp8_falls_back_to_bf16_with_the_reason_where_the_hardware_lacks_it() -> None:

@@ -157,7 +157,7 @@ class GPT(nn.Module):
         parallel halves the last addition has three terms."""
         if self.recompute is not None or self.config.parallel_residual or not len(blocks):
             return False
-        return type(blocks[0].mlp.down) is NarrowLinear and blocks[0].fused(x)
+        return isinstance(blocks[0].mlp.down, NarrowLinear) and blocks[0].fused(x)
 
     def attend_over(self, new: int, total: int, device: torch.device) -> Attend:
         """Attention of the last `new` of `total` tokens, for all blocks of a forward pass."""

@@ -135,14 +135,14 @@ def renew(model: nn.Module) -> None:
 
 
 def fuses(layer: nn.Module, x: Tensor) -> bool:
-    """Whether kernels of ours may stand around a layer that trains on x: they are for the narrow type on a GPU. 8 bits
-    have the compiler's, which quantise on the way, and so has a layer whose weight is cut by tensor parallelism."""
+    """Whether kernels of ours may stand around a layer that trains on x: they are for bf16 on a GPU, whatever the layer
+    multiplies in. A layer whose weight is cut by tensor parallelism has the compiler's."""
     if not TRITON or not x.is_cuda or not torch.is_grad_enabled():
         return False
     if not x.dtype == autocast_dtype(x.device) == torch.bfloat16:
         return False
-    if type(layer) is NarrowLinear:
-        return layer.narrow.dtype == x.dtype
+    if isinstance(layer, NarrowLinear):
+        return True
     gathered = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter  # by FSDP2
     return gathered and layer.weight.dtype == x.dtype
 
