@@ -1,21 +1,39 @@
 """The GPU benchmark in its tiny form, on whatever device is here: every system learns the same."""
 
 import json
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+Run = Callable[..., object]
 
 
-def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a script of the benchmarks in this process, which has torch already; gives what it exits with."""
+
+    def script(name: str, *arguments: object) -> object:
+        path = ROOT / "benchmarks" / name
+        monkeypatch.syspath_prepend(path.parent)
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            return end.code or 0
+        return 0
+
+    return script
+
+
+def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), str(data), "--models", "tiny", "--steps", "1",
-               "--out", str(out)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert run("gpu.py", data, "--models", "tiny", "--steps", 1, "--out", out) == 0
     rows = json.loads(out.read_text())["rows"]
     assert {(row["system"], row["positions"]) for row in rows} == {
         ("ingot", "learned"), ("ingot", "alibi"), ("nanogpt", "learned"), ("hf", "learned"), ("torch", "learned")
@@ -25,20 +43,21 @@ def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, 
         assert row["tokens_per_second"] > 0 and row["mfu_full"] > row["mfu_causal"] > 0
 
 
-def test_a_reference_is_trained_once_and_a_row_that_misses_it_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_reference_is_trained_once_and_a_row_that_misses_it_is_refused(
+    data: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), str(data), "--models", "tiny", "--steps", "1",
-               "--positions", "learned", "--systems", "ingot", "--out", str(out)]  # fmt: skip
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    arguments = ["gpu.py", data, "--models", "tiny", "--steps", 1, "--positions", "learned", "--systems", "ingot",
+                 "--out", out]  # fmt: skip
+    assert run(*arguments) == 0
     found = json.loads(out.read_text())
     assert len(found["references"]) == 1
     found["references"][0]["fp32_loss"] *= 1.02
     out.write_text(json.dumps(found))
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 1 and "the loss of ingot is wrong" in again.stderr
+    assert run(*arguments) == 1 and "the loss of ingot is wrong" in capsys.readouterr().err
     found["references"][0]["batches"] = "of other data"
     out.write_text(json.dumps(found))
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    assert run(*arguments) == 0
 
 
 def test_the_readme_prints_the_measured_rows() -> None:
@@ -48,37 +67,31 @@ def test_the_readme_prints_the_measured_rows() -> None:
 
 
 def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the_page(
-    data: Path, tmp_path: Path
+    data: Path, tmp_path: Path, run: Run
 ) -> None:
     out, page = tmp_path / "gpu.json", tmp_path / "page.md"
     page.write_text("# A\n<!-- profile -->\nold\n<!-- /profile -->\nB\n<!-- budget -->\n<!-- /budget -->\nC\n")
-    script, tiny = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")], ["--models", "tiny", "--out", str(out)]
-    learned = ["--positions", "learned", "--systems", "ingot", "--steps", "1"]
-    for more in (["--profile"], ["--budgets", "1", "0.5"], ["--optimizers", "muon"], ["--train"]):
-        subprocess.run([*script, str(data), *tiny, *learned, *more], check=True, timeout=120, capture_output=True)
+    tiny = ["gpu.py", data, "--models", "tiny", "--out", out, "--positions", "learned", "--systems", "ingot"]
+    for more in (["--profile"], ["--budgets", 1, 0.5], ["--optimizers", "muon"], ["--train"]):
+        assert run(*tiny, "--steps", 1, *more) == 0
     found = json.loads(out.read_text())
     assert [row.get("optimizer") for row in found["rows"]] == [None, "muon"] and found["command"].count("gpu.py") == 4
     assert found["train"][0]["tokens_per_second"] > 0 and found["train"][0]["seconds_to_first_step"] > 0
     assert [row["budget"] for row in found["budget"]] == [0.5, 1.0] and "idle" in found["profile"][0]["milliseconds"]
-    subprocess.run([*script, str(out), "--docs", str(page)], check=True, timeout=120)
+    assert run("gpu.py", out, "--docs", page) == 0
     text = page.read_text()
     assert "old" not in text and "| matrix products | " in text and "| tiny | 2 | 0.5 | " in text
     assert text.startswith("# A\n") and "\nB\n" in text and text.endswith("\nC\n")
 
 
-def test_times_of_kernels_go_into_the_page_and_want_a_gpu(tmp_path: Path) -> None:
-    script, out, page = (
-        [sys.executable, str(ROOT / "benchmarks" / "gpu_kernels.py")],
-        tmp_path / "a.json",
-        tmp_path / "page.md",
-    )
+def test_times_of_kernels_go_into_the_page_and_want_a_gpu(tmp_path: Path, run: Run) -> None:
+    out, page = tmp_path / "a.json", tmp_path / "page.md"
     row = {"model": "1b", "kernel": "norm", "ms": 1.234, "peer_ms": 2.0, "of_limit": 0.9}
     out.write_text(json.dumps({"rows": [row, row | {"kernel": "attention", "peer_ms": None}]}))
     page.write_text("A\n<!-- kernels -->\nold\n<!-- /kernels -->\nB\n")
-    subprocess.run([*script, str(out), "--docs", str(page)], check=True, timeout=120)
+    assert run("gpu_kernels.py", out, "--docs", page) == 0
     text = page.read_text()
     assert "| 1b | norm | 1.23 | 2.00 | 90% |\n| 1b | attention | 1.23 |  | 90% |\n<!-- /kernels -->\nB\n" in text
     assert text.startswith("A\n<!-- kernels -->\n| model |") and "old" not in text
     if not torch.cuda.is_available():
-        refused = subprocess.run(script, capture_output=True, text=True, timeout=120)
-        assert refused.returncode == 1 and "need a GPU" in refused.stderr
+        assert "need a GPU" in str(run("gpu_kernels.py"))
