@@ -188,7 +188,7 @@ class GPT(nn.Module):
 
     def compiled(self) -> nn.Module:
         """The model compiled for one process: a shallow one whole; a deep one by blocks, which share one program, so
-        that 24 layers take seconds, not a minute, and run 1 to 2% slower. Recomputing needs the whole in view."""
+        that 24 layers take seconds, not a minute, and run up to 1% slower. Recomputing needs the whole in view."""
         if len(self.blocks) < DEEP or self.recompute is not None:
             return torch.compile(self, dynamic=False)  # type: ignore[return-value]
         for part in (*self.blocks, self.norm_f):
