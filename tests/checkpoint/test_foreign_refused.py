@@ -30,6 +30,16 @@ class RunsCode:
         return os.system, (f"touch {self.canary}",)
 
 
+class LooksUp:
+    """As Python 3.11.2 pickles an enum's member: `getattr(class, name)`, which a hostile file could use as well."""
+
+    def __init__(self, owner: type, name: str):
+        self.found = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, self.found
+
+
 def refused(source: Path, out: Path, match: str, config: str | None = None) -> None:
     with pytest.raises(IngotError, match=match) as caught:
         import_checkpoint(source, out, config)
@@ -73,6 +83,13 @@ def test_what_the_child_hands_over_is_plain(tmp_path: Path) -> None:
     assert {name: piece.get().tolist() for name, piece in found.tensors.items()} == {
         "model.a.w": [0, 1], "model.b.0": [0, 1, 2, 3, 4, 5],
     }  # fmt: skip
+
+
+def test_an_enum_that_is_looked_up_by_name_is_a_stand_in_too(tmp_path: Path) -> None:
+    torch.save({"args": Namespace(kind=LooksUp(Namespace, "__init__"), layers=3)}, tmp_path / "x.pt")
+    [found] = unpack([tmp_path / "x.pt"], ["args"], tmp_path / "work")
+    assert found.values["args"]["layers"] == 3
+    assert found.values["args"]["kind"].startswith("getattr(") and "function" not in found.values["args"]["kind"]
 
 
 def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A `.pt` file is a pickle, and a pickle is a program. Here it meets only torch's weights-only unpickler, which runs none
 of it, in a child with a bound on its memory; the parent sees what the child writes: safetensors and JSON. Classes of
-the stacks whose files we read (an enum of Megatron in its args) are replaced by empty stand-ins, never imported; a name
-from anywhere else is refused.
+the stacks whose files we read (an enum of Megatron in its args) are replaced by empty stand-ins, never imported, and so
+is the `getattr` by which Python 3.11.2 looks up such an enum; a name from anywhere else is refused.
 """
 
 import argparse
@@ -30,6 +30,7 @@ STACKS = (
     "megatron deepspeed apex transformer_engine composer llmfoundry examples streaming torchmetrics transformers "
     "omegaconf torch numpy argparse collections datetime enum pathlib types"
 )
+ENUM_MEMBER = "builtins.getattr"
 SHARD_BYTES = 10**9
 SPARE_BYTES = 4 * 2**30  # what a child may use beside the file that it reads
 REFUSED = 3  # exit code of a child whose last line says why
@@ -145,7 +146,7 @@ def _load(path: Path) -> Any:
     mapped = zipfile.is_zipfile(path)  # since torch 1.6; older files are read whole
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path) if mapped else []
-        foreign = sorted(name for name in names if name.split(".")[0] not in STACKS.split())
+        foreign = sorted(name for name in names if name.split(".")[0] not in STACKS.split() and name != ENUM_MEMBER)
         if foreign:
             raise CheckpointError(f"{path} asks for {foreign[0]} when opened, as a pickle that runs code does; refused")
         allowed: list[Any] = [argparse.Namespace]
