@@ -18,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -25,6 +26,7 @@ import numpy as np
 import obstore
 import obstore.store
 import pytest
+import tokenizers
 from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_mds
 from object_store import bucket, free_ports
 from test_indexed import DOCUMENTS, FLAT, write_pair
@@ -37,6 +39,7 @@ from ingot.data.dataset import Dataset, open_dataset
 from ingot.data.loader import Loader
 from ingot.data.mds import ShardFile
 from ingot.data.remote import Remote
+from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
 
 QUICK = (0.001, 0.01)  # seconds between attempts
@@ -455,6 +458,34 @@ def test_many_threads_fetch_a_shard_once(tmp_path: Path, server: Server) -> None
     for thread in threads:
         thread.join()
     assert len(found) == 6 and len(server.requests) == 1
+
+
+def test_readers_that_start_together_take_the_index_of_each_other_for_right(tmp_path: Path) -> None:
+    """A file that appears between two looks is that of the neighbour, not of other data."""
+    remote = write_mds(tmp_path / "data", SHARDS)
+    Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE())).save(remote / "tokenizer")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet anywhere
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for i in range(40):
+                config = SourceConfig(path=str(tmp_path / f"cache-{i}"), remote=str(remote))
+                for opened in [pool.submit(open_dataset, config, 16) for _ in range(4)]:
+                    assert opened.result().samples > 0
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_processes_that_start_together_after_a_kill_sweep_up_beside_each_other(tmp_path: Path) -> None:
+    state = tmp_path / "cache/.ingot"
+    state.mkdir(parents=True)
+    for _ in range(20):
+        for i in range(40):
+            (state / f"shard.{i:05}.mds.own").write_text("{}")  # marks of files that are gone
+        with ThreadPoolExecutor(4) as pool:
+            for opened in [pool.submit(Cache, tmp_path / "cache", Remote(str(tmp_path))) for _ in range(4)]:
+                opened.result()
+        assert not list(state.glob("*.own"))
 
 
 PROGRAM = """

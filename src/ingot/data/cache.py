@@ -307,13 +307,15 @@ class Cache:
         for part in self._state.glob("*.part"):
             with _open_locked(part) as file:
                 if file is not None:
-                    part.unlink()
+                    part.unlink(missing_ok=True)  # gone already where another process took it for a hanging one's
         for own in self._state.glob("*.own"):
-            # In this order: while a part exists its mark may be half written.
-            if not own.with_suffix(".part").exists() and self._owned(own)[0] is None:
-                if not own.read_bytes().endswith(b"}"):  # lost in a crash of the machine, as its file may be
-                    (self.folder / unquote(own.stem)).unlink(missing_ok=True)
-                own.unlink(missing_ok=True)
+            if self._owned(own)[0] is not None:
+                continue
+            with self._lock(), suppress(FileNotFoundError):  # another process that starts may have removed it
+                if self._owned(own)[0] is None:  # marks are written under the lock: no living process is at it
+                    if not own.read_bytes().endswith(b"}"):  # lost in a crash of the machine, as its file may be
+                        (self.folder / unquote(own.stem)).unlink(missing_ok=True)
+                    own.unlink()
 
 
 def _close_if_alive(reference: "weakref.ref[Cache]") -> None:

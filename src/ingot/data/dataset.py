@@ -122,14 +122,18 @@ def _read_optional(store: Remote, name: str) -> tuple[bytes | None, Forbidden | 
 
 def _keep(cache: Cache, name: str, content: bytes | None) -> None:
     """Put a small file of the remote into the cache, unless the cache belongs to other data."""
-    path = cache.folder / name
-    if content is None or (path.exists() and path.read_bytes() == content):
+    if content is None:
         return
-    if path.exists():
+    path = cache.folder / name
+    try:
+        found = path.read_bytes()  # one look: between two, another process may put it there
+    except FileNotFoundError:
+        cache.put(name, content)
+        return
+    if found != content:
         raise DataError(
             f"{path} is not that of {cache.remote.url}: the folder holds other data; set path to another one"
         )
-    cache.put(name, content)
 
 
 def _fetch_tokenizer(cache: Cache, url: str) -> None:
