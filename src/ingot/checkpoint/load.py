@@ -15,16 +15,14 @@ from ingot.checkpoint.store import CheckpointTensors, find_checkpoint
 from ingot.config.load import validate
 from ingot.errors import CheckpointError, ConfigError
 from ingot.model.config import ModelConfig
-from ingot.model.gpt import GPT
+from ingot.model.gpt import GPT, allocate
 from ingot.parallel.weights import fill, local, local_offsets
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
     """The model of a run folder, a checkpoint or a Hugging Face folder, in fp32 and ready for inference."""
     config, tensors = open_weights(Path(path))
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device)
+    model = allocate(config, device)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     fill_parameters(names, names.values(), tensors, str(path))
     return model.eval()

@@ -118,10 +118,10 @@ def _pieces(run: Path) -> int:
 def _seen_in_folder(run: Path) -> str:
     if (run / FINISHED).exists():
         return "finished"
-    owner = run / OWNER
-    if owner.exists() and time.time() - owner.stat().st_mtime < FRESH_SECONDS:
-        return "stopping" if (run / STOP).exists() else "running"
-    if (run / LAUNCH / HALT).exists():
+    with suppress(FileNotFoundError):  # a run that ends takes it away, maybe as we look
+        if time.time() - (run / OWNER).stat().st_mtime < FRESH_SECONDS:
+            return "stopping" if (run / STOP).exists() else "running"
+    with suppress(FileNotFoundError):  # a launch takes it away
         return f"halted: {(run / LAUNCH / HALT).read_text(encoding='utf-8').strip() or 'see the failures'}"
     return ""
 

@@ -3,9 +3,12 @@
 Shapes: B batch, T tokens, d d_model, V vocab_size.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ingot.model.attention import AlibiAttend, Attend, Attention, KVCache, SdpaAttend, rotary_tables
 from ingot.model.config import ModelConfig
@@ -210,6 +213,23 @@ class GPT(nn.Module):
         return F.linear(hidden, self.unembedding.weight)[..., : self.config.vocab_size]  # [B, T, V]
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves out what torch's layers draw for themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
+def allocate(config: ModelConfig, device: torch.device | str) -> GPT:
+    """A model whose weights are not set. (Made on "meta" and emptied, as is usual, it would cost a second for imports
+    of the compiler.)"""
+    with torch.device(device), _Unfilled():
+        return GPT(config)
+
+
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Whether a parameter is a hidden weight matrix: not embedding, head, norm or bias."""
     return name.startswith("blocks.") and parameter.ndim == 2
@@ -217,8 +237,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape, in the model's own order; nothing is allocated."""
-    with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+    return {name: tuple(p.shape) for name, p in allocate(config, "meta").named_parameters()}
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, causal: bool = False) -> float:

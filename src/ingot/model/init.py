@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from ingot.model.config import ModelConfig
-from ingot.model.gpt import GPT
+from ingot.model.gpt import GPT, allocate
 
 RESIDUAL = ("attn.out.weight", "mlp.down.weight")  # projections that write to the residual stream
 
 
 def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
     """A model with its initial weights, made on the device without a copy elsewhere."""
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=device)
+    model = allocate(config, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             init_weight(parameter, name, config, seed)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ingot.model.config import ModelConfig
-from ingot.model.gpt import GPT
+from ingot.model.gpt import allocate
 from ingot.model.init import init_weight
 from ingot.parallel.config import STAGES_PER_RANK, Layout, ParallelConfig
 from ingot.parallel.context import SequenceCut, replace_attention
@@ -52,8 +52,7 @@ def spread_model(
     reshard = parallel.reshard_after_forward if parallel.reshard_after_forward != "auto" else count == 1
     roots: list[nn.Module] = []
     for index in indices:
-        with torch.device("meta"):
-            gpt = GPT(config)
+        gpt = allocate(config, "meta")
         gpt.recompute = recompute
         keep_stage(gpt, index, count)
         if layout.tensor > 1:
