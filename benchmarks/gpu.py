@@ -181,14 +181,14 @@ def measure(
         wanted = {"system": "reference", "model": model, "positions": positions, "precision": "fp32", **named,
                   "batches": digest, "seed": config.seed}  # fmt: skip
         known = (row["fp32_loss"] for row in references if row == wanted | {"fp32_loss": row["fp32_loss"]})
-        reference = next(known, None) or train_reference(config, few, size.recomputed, device)
+        reference = next(known, None) or train_reference(config, few, size.recomputed, device)[-1]
         yield "references", wanted | {"fp32_loss": reference}
         for system in arguments.systems:
             if system != "ingot" and (positions != "learned" or precision != "bf16" or optimizer):
                 continue  # the peers have no other form
             start = time.perf_counter()
             step = build(system, config.model_copy(update={"precision": precision}), size, device)
-            loss = learn(config, step, few)
+            loss = learn(config, step, few)[-1]
             ready = time.perf_counter() - start
             times = step_times(step, large, arguments.steps, device)
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
@@ -277,27 +277,30 @@ def build(system: str, config: RunConfig, size: Size, device: torch.device) -> T
     return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
 
 
-def learn(config: RunConfig, step: TrainStep | PeerStep, batches: list[Batch]) -> float:
-    """The loss of the last of some steps, by the schedule of the recipe. Since a step has but a part of the recipe's
-    batch, its learning rate is scaled by the square root of that part."""
+def learn(config: RunConfig, step: TrainStep | PeerStep, batches: list[Batch], highest: bool = False) -> list[float]:
+    """The losses of some steps, by the schedule of the recipe or at its highest rate. Since a step has but a part of
+    the recipe's batch, the learning rate of the schedule is scaled by the square root of that part."""
     clock = Clock(config.global_train_batch_size, config.max_seq_len, len(batches), config.max_duration)
     scale = math.sqrt(len(batches[0].tokens) / config.global_train_batch_size)
     set_lr = step.set_lr if isinstance(step, PeerStep) else step.optimizer.set_lr
+    losses = []
     for done, batch in enumerate(batches):
-        set_lr(scale * lr_multiplier(config.scheduler, clock, done))
-        loss = step.run(batch)[0]
-    return float(loss)
+        set_lr(1.0 if highest else scale * lr_multiplier(config.scheduler, clock, done))
+        losses.append(step.run(batch)[0])
+    return [float(loss) for loss in losses]
 
 
-def train_reference(config: RunConfig, batches: list[Batch], recomputed: bool, device: torch.device) -> float:
-    """The loss after the same steps in fp32, neither compiled nor with a kernel of ours."""
+def train_reference(
+    config: RunConfig, batches: list[Batch], recomputed: bool, device: torch.device, highest: bool = False
+) -> list[float]:
+    """The losses of the same steps in fp32, neither compiled nor with a kernel of ours."""
     exact = config.model_copy(update={"precision": "fp32"})
     model = build_model(exact.model, exact.seed, device)
     model.recompute = "full" if recomputed else None
     optimizer = Optimizer(exact.optimizer, {p: name for name, p in model.named_parameters()})
     step = TrainStep(exact, model, optimizer, device, max(1, len(batches[0].tokens) // 4))
     torch.backends.cuda.matmul.allow_tf32 = True
-    result = learn(exact, step, batches)
+    result = learn(exact, step, batches, highest)
     torch.backends.cuda.matmul.allow_tf32 = False
     del step, model, optimizer
     clean(device)

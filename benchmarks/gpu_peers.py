@@ -8,6 +8,7 @@ loss, under autocast, compiled whole, with torch's fused AdamW.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ingot.data.loader import Batch
 from ingot.model.gpt import IGNORE
@@ -56,11 +57,12 @@ class NanoGPT(nn.Module):
         self.wte, self.wpe = nn.Embedding(m.vocab_size, m.d_model), nn.Embedding(m.context, m.d_model)
         self.h = nn.ModuleList(Block(m.d_model, m.n_heads, m.ffn_width) for _ in range(m.n_layers))
         self.ln_f = nn.LayerNorm(m.d_model)
+        self.recomputed = False  # which a large one needs when it is not compiled
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.h:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
         return summed_loss(F.linear(self.ln_f(x), self.wte.weight), labels)
 
 

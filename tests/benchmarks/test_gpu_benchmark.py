@@ -84,6 +84,24 @@ def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the
     assert text.startswith("# A\n") and "\nB\n" in text and text.endswith("\nC\n")
 
 
+def test_losses_at_the_highest_rate_stand_beside_fp32_and_a_peer(data: Path, tmp_path: Path, run: Run) -> None:
+    out, page = tmp_path / "losses.json", tmp_path / "page.md"
+    page.write_text("A\n<!-- losses -->\nold\n<!-- /losses -->\nB\n")
+    for seed in (17, 18):
+        assert run("gpu_losses.py", data, "--models", "tiny", "--seeds", seed, "--out", out) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["seed"], row["system"]) for row in rows] == [
+        (seed, system) for seed in (17, 18) for system in ("reference", "ingot", "nanogpt")
+    ]
+    for reference, ours, peer in (rows[:3], rows[3:]):
+        assert len(reference["losses"]) == 20 and reference["losses"][-1] < reference["losses"][0] - 0.5
+        assert ours["losses"] == pytest.approx(reference["losses"], rel=0.01)
+        assert peer["losses"] == pytest.approx(reference["losses"], rel=0.01)
+    assert rows[0]["losses"] != rows[3]["losses"]
+    assert run("gpu_losses.py", out, "--docs", page) == 0
+    assert "old" not in page.read_text() and page.read_text().count("| tiny | 1") == 4
+
+
 def test_times_of_kernels_go_into_the_page_and_want_a_gpu(tmp_path: Path, run: Run) -> None:
     out, page = tmp_path / "a.json", tmp_path / "page.md"
     row = {"model": "1b", "kernel": "norm", "ms": 1.234, "peer_ms": 2.0, "of_limit": 0.9}

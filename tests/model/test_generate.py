@@ -1,5 +1,7 @@
 """Sampling draws from exactly the tokens that it should."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -9,6 +11,7 @@ from ingot.errors import IngotError
 from ingot.model.config import ModelConfig
 from ingot.model.generate import generate, sample
 from ingot.model.init import build_model
+from ingot.model.narrow import TRITON
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.3, 0.15, 0.1]))
 
@@ -76,3 +79,17 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
         next(generate(model, [], 5))
     with pytest.raises(IngotError, match="positions end at 10"):
         next(generate(model, [1] * 10, 5))
+
+
+@pytest.mark.skipif(TRITON, reason="where there is Triton, the kernel of the loss brings the compiler along")
+def test_generating_does_not_wait_for_the_compiler_to_be_imported() -> None:
+    program = """
+import sys, torch
+from ingot.model.config import ModelConfig
+from ingot.model.generate import generate
+from ingot.model.init import build_model
+model = build_model(ModelConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32), 0, torch.device("cpu"))
+assert len(list(generate(model, [1, 2], 3))) == 3
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
