@@ -232,12 +232,12 @@ def measure_budgets(arguments: argparse.Namespace, model: str, positions: str, d
 
 
 def measure_train(arguments: argparse.Namespace, model: str, positions: str, device: torch.device) -> Iterator[tuple]:
-    """The speed of `ingot train` with the same batches, and the time until its first step."""
+    """The speed of `ingot train` with the same batches, and the time until its first step. What it decides by itself,
+    such as the microbatch and what is recomputed, is left to it."""
     size = SIZES[model]
     for precision in arguments.precisions:
-        batch = [f"global_train_batch_size={size.micro * size.microbatches}"]
-        micro = [f"device_train_microbatch_size={size.micro}", f"precision={precision}"]
-        found = run_train([*run_arguments(arguments.data, model, positions), *batch, *micro], 2 * arguments.steps)
+        more = [f"global_train_batch_size={size.micro * size.microbatches}", f"precision={precision}"]
+        found = run_train([*run_arguments(arguments.data, model, positions), *more], 2 * arguments.steps)
         named = {"system": "ingot", "model": model, "positions": positions, "precision": precision}
         yield "train", named | found
 

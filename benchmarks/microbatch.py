@@ -26,8 +26,9 @@ from ingot.parallel.config import Layout
 from ingot.parallel.place import Place
 from ingot.parallel.world import join_world
 from ingot.train.config import RunConfig
+from ingot.train.device import device_memory
 from ingot.train.memory import is_out_of_memory
-from ingot.train.microbatch import choose_microbatch
+from ingot.train.microbatch import choose_microbatch, choose_recompute
 from ingot.train.optimizer import Optimizer
 from ingot.train.step import TrainStep
 
@@ -41,13 +42,12 @@ def measure(recipe: str, wrapped: bool) -> str:
     if wrapped:
         spread = spread_model(
             config.model, config.parallel, Layout(), DEVICE, seq_len=config.max_seq_len, precision=config.precision,
-            kernel=kernel, recompute=config.recompute, compiled=False,
+            kernel=kernel, recompute=choose_recompute(config, Layout(), device_memory(DEVICE))[0], compiled=False,
         )  # fmt: skip
         spread.init_weights(1)
         model, names = spread.roots[0], spread.names
     else:
         model = build_model(config.model, 1, DEVICE)
-        model.recompute = config.recompute
         model.use_kernel(kernel, config.max_seq_len, DEVICE)
         model.use_precision(config.precision, DEVICE)
         names = {p: name for name, p in model.named_parameters()}

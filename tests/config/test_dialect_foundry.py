@@ -16,7 +16,8 @@ from ingot.train.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "foundry"
 TINY = ("model.d_model=32", "model.n_heads=4", "model.n_layers=2", "model.vocab_size=128", "variables.max_seq_len=16")
-# file: parameters, peak lr, global batch, duration, tokens in billions, microbatch, recomputed, initialisation
+# file: parameters, peak lr, global batch, duration, tokens in billions, microbatch, recomputed (auto: it says nothing),
+# initialisation
 EXPECTED = {
     "mpt-125m": (125_311_488, 6.0e-4, 256, "4800ba", 2.52, 16, False, "kaiming_normal"),
     "mpt-350m": (355_985_408, 3.0e-4, 256, "13400ba", 7.03, 8, False, "kaiming_normal"),
@@ -28,10 +29,10 @@ EXPECTED = {
     "mosaic_gpt-125m-v0.0.2": (125_226_240, 6.0e-4, 256, "4800ba", 2.52, 16, False, "normal"),
     "mosaic_gpt-3b-v0.0.2": (2_651_553_280, 2.0e-4, 512, "51500ba", 54.0, 16, False, "normal"),
     "mosaic_gpt-1b-v0.0.4": (1_315_950_592, 2.0e-4, 512, "24800ba", 26.0, 4, False, "kaiming_normal"),
-    "mpt-small-cpu": (823_200, 6.0e-4, 8, "10ba", 0.0000102, "auto", False, "kaiming_normal"),
-    "mpt-7b-alibi-streams": (6_649_286_656, 1.0e-4, 2048, "1000000000000tok", None, "auto", False, "kaiming_normal"),
-    "mpt-350m-inv-sqrt": (353_616_896, 3.0e-4, 256, "13400ba", 7.03, "auto", False, "small"),
-    "mpt-1b-gqa-rope-glu": (1_288_800_256, 3.0e-4, 256, "2ep", None, "auto", False, "normal"),
+    "mpt-small-cpu": (823_200, 6.0e-4, 8, "10ba", 0.0000102, "auto", "auto", "kaiming_normal"),
+    "mpt-7b-alibi-streams": (6_649_286_656, 1.0e-4, 2048, "1000000000000tok", None, "auto", "auto", "kaiming_normal"),
+    "mpt-350m-inv-sqrt": (353_616_896, 3.0e-4, 256, "13400ba", 7.03, "auto", "auto", "small"),
+    "mpt-1b-gqa-rope-glu": (1_288_800_256, 3.0e-4, 256, "2ep", None, "auto", "auto", "normal"),
 }
 
 

@@ -19,7 +19,7 @@ batch, world = config.global_train_batch_size, int(sys.argv[1])
 layout, _ = choose_layout(config.parallel, world, config.model, batch, config.work)
 bytes = dry_run(
     config.model, config.parallel, layout, seq_len=config.max_seq_len, micro=config.work.micro,
-    precision=config.precision, recompute=config.recompute,
+    precision=config.precision, recompute=config.work.recompute,
     make_optimizer=lambda spread: torch.optim.AdamW(list(spread.names), foreach=False),
 )
 estimate = memory_needs(config.model, layout, config.parallel, config.work).total
@@ -53,19 +53,19 @@ def test_a_step_on_256_ranks_fits_its_gpus(recipe: str, layout: str) -> None:
     "arguments",
     [
         "8 gpt3-125m device_train_microbatch_size=4 activation_checkpointing=selective",
-        "8 mpt-1b model.n_layers=4 parallel.tensor=2",
+        "8 mpt-1b model.n_layers=4 parallel.tensor=2 activation_checkpointing=none",
         *(
             pytest.param(text, marks=pytest.mark.slow)
             for text in (
-                "8 gpt3-125m device_train_microbatch_size=4",
+                "8 gpt3-125m device_train_microbatch_size=4 activation_checkpointing=none",
                 "8 gpt3-125m device_train_microbatch_size=4 activation_checkpointing=full",
-                "8 gpt3-1.3b device_train_microbatch_size=4 parallel.tensor=8",
-                "16 llama-1b device_train_microbatch_size=2",
-                "8 pythia-1b device_train_microbatch_size=2",
-                "8 mpt-1b parallel.context=2 device_train_microbatch_size=2",
-                "8 mpt-1b precision=fp32",
+                "8 gpt3-1.3b device_train_microbatch_size=4 parallel.tensor=8 activation_checkpointing=none",
+                "16 llama-1b device_train_microbatch_size=2 activation_checkpointing=none",
+                "8 pythia-1b device_train_microbatch_size=2 activation_checkpointing=none",
+                "8 mpt-1b parallel.context=2 device_train_microbatch_size=2 activation_checkpointing=none",
+                "8 mpt-1b precision=fp32 activation_checkpointing=none",
                 "64 mpt-7b parallel.tensor=4 parallel.reshard_after_forward=false",
-                "8 mpt-7b activation_checkpointing=false",
+                "8 mpt-7b activation_checkpointing=none",
             )
         ),
     ],

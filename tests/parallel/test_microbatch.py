@@ -1,19 +1,26 @@
-"""A microbatch size that did not fit is remembered in the run folder, for whatever starts the run again."""
+"""The microbatch and what is recomputed follow from the memory; what did not fit is remembered in the run folder."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from conftest import TINY, Ingot
 from harness import losses, train_here
 from test_launch import LIMIT, WIDE
 
+from ingot.config.load import load_config
+from ingot.errors import ConfigError
 from ingot.parallel.config import Layout
 from ingot.report.metrics_file import read_rows
-from ingot.train.microbatch import remember_too_much
+from ingot.train import microbatch
+from ingot.train.config import RunConfig
+from ingot.train.microbatch import choose_recompute, remember_too_much
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,77 @@ def test_a_damaged_note_is_no_note(data: Path, tmp_path: Path) -> None:
     more = ["max_duration=1ba", "device_train_microbatch_size=8", "data.eval=null"]
     train_here([*TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", *more])
     assert read_rows(tmp_path / "run")[0]["trainer/device_train_microbatch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout", "gibibytes", "recomputed"),
+    [
+        ("mpt-7b", Layout(shard=8), 80, None),
+        ("mpt-13b", Layout(shard=8), 80, "selective"),
+        ("mpt-13b", Layout(shard=8), 140, None),
+        ("mpt-30b", Layout(shard=8), 80, "full"),
+        ("mpt-13b device_train_microbatch_size=1", Layout(shard=8), 80, None),
+        ("mpt-7b device_train_microbatch_size=8", Layout(shard=8), 80, "selective"),
+        ("mpt-30b", Layout(shard=2), 80, "full"),  # which does not fit either
+        ("mpt-13b parallel.pipeline_schedule=zero_bubble", Layout(shard=4, pipeline=2), 80, "full"),
+        ("mpt-7b activation_checkpointing=full", Layout(shard=8), 80, "full"),
+        ("mpt-30b activation_checkpointing=none", Layout(shard=8), 80, None),
+        ("mpt-30b", Layout(shard=8), None, None),
+    ],
+)
+def test_a_spread_model_recomputes_as_little_as_leaves_room_for_some_sequences(
+    arguments: str, layout: Layout, gibibytes: int | None, recomputed: str | None
+) -> None:
+    config = load_config(RunConfig, [*arguments.split(), "data=x"])
+    assert choose_recompute(config, layout, gibibytes and gibibytes << 30)[0] == recomputed
+
+
+@pytest.mark.parametrize(
+    ("fits", "asked", "size", "recomputed", "said"),
+    [
+        ((99, 99, 99), "auto", 32, None, "within 65536 tokens, enough to keep a GPU busy, which fits, tried before"),
+        ((2, 5, 99), "auto", 2, None, "the largest that fits, tried before the first step (1.0 GiB with optimizer"),
+        ((1, 5, 99), "auto", 4, "selective", "; recomputed: selective, since the largest would be 1 with nothing"),
+        (
+            (0, 1, 99),
+            "auto",
+            32,
+            "full",
+            "; recomputed: full, since the largest would be 0 with nothing, 1 with selective",
+        ),
+        ((1, 1, 1), "auto", 1, None, "; recomputed: nothing, since the largest would be 1 with selective, 1 with full"),
+        ((0, 0, 1), "auto", 1, "full", "the largest that fits"),
+        ((8, 8, 8), 8, 8, None, "as configured; recomputed: nothing"),
+        ((4, 7, 8), 8, 8, "full", "as configured; recomputed: full"),
+        ((4, 4, 4), 8, 8, "full", "as configured; recomputed: full"),  # the first step will halve it
+    ],
+)
+def test_on_one_gpu_as_little_is_recomputed_as_leaves_room_for_4096_tokens(
+    fits: tuple[int, int, int], asked: int | str, size: int, recomputed: str | None, said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """By what would fit; tests/train/test_gpu.py has a real one."""
+
+    def largest(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, int]:
+        room = fits[microbatch.KINDS.index(model.recompute)]
+        return max([n for n in sizes if n <= room], default=0), 1 << 30
+
+    monkeypatch.setattr(microbatch, "_largest_that_fits", largest)
+    config = load_config(RunConfig, ["mpt-7b", f"device_train_microbatch_size={asked}", "data=x"])
+    model = SimpleNamespace(recompute=None)
+    found, why = microbatch.choose_microbatch(config, model, torch.device("cuda"), None, tmp_path)  # type: ignore[arg-type]
+    assert (found, model.recompute) == (size, recomputed)
+    assert said in why
+
+
+def test_a_model_that_does_not_fit_at_all_is_refused_with_what_is_left_to_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch, "_largest_that_fits", lambda *_: (0, 0))
+    for asked, advice in (("auto", "use a shorter"), ("none", "use activation_checkpointing=true, a shorter")):
+        config = load_config(RunConfig, ["mpt-30b", f"activation_checkpointing={asked}", "data=x"])
+        with pytest.raises(ConfigError, match=advice):
+            microbatch.choose_microbatch(config, SimpleNamespace(), torch.device("cuda"), None, tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import statistics
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,35 @@ def test_a_step_never_waits_for_the_device(data: Path, tmp_path: Path, monkeypat
 def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_path: Path) -> None:
     rows = run(data, tmp_path / "run", "max_duration=2ba")
     assert 16 % rows[-1]["trainer/device_train_microbatch_size"] == 0
+
+
+def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None:
+    from ingot.config.load import load_config
+    from ingot.model.init import build_model
+    from ingot.train.config import RunConfig
+    from ingot.train.microbatch import KINDS, _largest_that_fits, choose_microbatch
+
+    config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_layers=8", "model.vocab_size=512",
+                                     "global_train_batch_size=2", "data=x"])  # fmt: skip
+    device = torch.device("cuda", 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    model = build_model(config.model, 1, device)
+    model.use_precision("bf16", device)
+    peaks = []
+    for kind in KINDS:
+        model.recompute = kind
+        peaks.append(_largest_that_fits(config, model, device, [2])[1])
+    assert peaks == sorted(peaks, reverse=True)
+    try:
+        for kind, limit in zip(KINDS, (1.5 * peaks[0], *map(statistics.mean, pairwise(peaks))), strict=True):
+            torch.cuda.set_per_process_memory_fraction(limit / total, device)
+            for asked in (2, "auto"):
+                fitted = config.model_copy(update={"device_train_microbatch_size": asked})
+                size, why = choose_microbatch(fitted, model, device, None, tmp_path)
+                assert (size, model.recompute) == (2, kind), why
+                assert f"recomputed: {kind or 'nothing'}" in why
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def test_a_resumed_run_continues_with_the_same_losses(data: Path, tmp_path: Path) -> None:

@@ -180,10 +180,10 @@ class RunConfig(Section):
     """Execution: how the run is spread over its processes; one process needs nothing."""
     device_train_microbatch_size: int | Literal["auto"] = "auto"
     """Execution: sequences per forward pass on a device."""
-    activation_checkpointing: bool | Literal["none", "full", "selective"] | float = False
+    activation_checkpointing: bool | Literal["auto", "none", "full", "selective"] | float = "auto"
     """Execution: recompute in the backward pass instead of storing. true or full: all of each block; selective: all but
-    matrix products and attention; a number between 0 and 1: what the compiler chooses to stay within that part of the
-    memory."""
+    matrix products and attention; auto: on a GPU the least of none, selective and full with which a microbatch of a few
+    thousand tokens fits; a number between 0 and 1: what the compiler chooses to stay within that part of the memory."""
     compile: bool | Literal["auto"] = "auto"
     """Execution: torch.compile. auto: on a GPU, yes."""
     deterministic: bool | Literal["auto"] = "auto"
@@ -234,7 +234,7 @@ class RunConfig(Section):
         if value in ("none", "full"):
             return value == "full"
         if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < 1:
-            raise ValueError("as a number it is a part of the memory, between 0 and 1; or use none, full or selective")
+            raise ValueError("as a number it is a part of the memory, between 0 and 1; or auto, none, full, selective")
         return value
 
     @field_validator("device_train_microbatch_size")
@@ -306,14 +306,16 @@ class RunConfig(Section):
 
     @property
     def recompute(self) -> str | None:
-        """What blocks recompute: full, selective, or nothing that they know of."""
+        """What blocks recompute, as configured: full, selective, or nothing that they know of."""
         return {True: "full", "selective": "selective"}.get(self.activation_checkpointing)
 
     @property
     def work(self) -> Work:
-        """What a process does at a time: the microbatch, or where that is chosen later a single sequence."""
+        """What a process does at a time: the microbatch, or where that is chosen later a single sequence; and where
+        it is chosen later what is recomputed, everything."""
         micro = 1 if self.device_train_microbatch_size == "auto" else self.device_train_microbatch_size
-        return Work(self.max_seq_len, micro, self.precision, self.recompute, self.optimizer.name)
+        recompute = "full" if self.activation_checkpointing == "auto" else self.recompute
+        return Work(self.max_seq_len, micro, self.precision, recompute, self.optimizer.name)
 
     @property
     def run_folder(self) -> str:

@@ -41,7 +41,7 @@ from ingot.train.guards import CorruptReplica, Finding, Guard
 from ingot.train.heartbeat import Heartbeat
 from ingot.train.lease import Lease
 from ingot.train.memory import OutOfMemory, is_out_of_memory
-from ingot.train.microbatch import choose_microbatch, remember_too_much
+from ingot.train.microbatch import choose_microbatch, choose_recompute, remember_too_much
 from ingot.train.optimizer import Optimizer
 from ingot.train.run_files import FINISHED, GUARDS, TOKENIZER
 from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, write_config
@@ -114,9 +114,11 @@ class Trainer:
         if self.world is not None:
             count = f"{place.world} processes" if place.world > 1 else "one process, wrapped by FSDP2"
             reporter.note(f"{count}, {self.layout}: {layout_why}" if place.world > 1 else count)
+            recompute, why = choose_recompute(config, self.layout, devices.device_memory(self.device))
+            reporter.note(f"recomputed in the backward pass: {recompute or 'nothing'} ({why})")
             self.world.agree("start", {
                 "config": config_hash(config), "layout": str(self.layout), "code": code_hash(),
-                "data": json.dumps(self.data.fingerprint()),
+                "data": json.dumps(self.data.fingerprint()), "recompute": str(recompute),
             })  # fmt: skip
 
         deterministic = devices.make_deterministic(config, self.device)
@@ -130,7 +132,7 @@ class Trainer:
         self.spread: Spread | None = None
         if self.world is None:
             model: Any = build_model(config.model, config.seed, self.device)
-            model.recompute = config.recompute
+            model.recompute = config.recompute  # what "auto" comes to is tried with the microbatch
             model.use_kernel(kernel, config.max_seq_len, self.device)
             if note := model.use_precision(config.precision, self.device):
                 reporter.note(note)
@@ -140,7 +142,7 @@ class Trainer:
 
             self.spread = spread_model(
                 config.model, config.parallel, self.layout, self.device, seq_len=config.max_seq_len,
-                precision=config.precision, kernel=kernel, recompute=config.recompute, compiled=compiled,
+                precision=config.precision, kernel=kernel, recompute=recompute, compiled=compiled,
             )  # fmt: skip
             self.spread.init_weights(config.seed)
             model, self.names = self.spread.roots[0], self.spread.names
