@@ -72,6 +72,24 @@ def test_a_wrong_type_names_key_value_and_what_was_expected(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("override", "rest"),
+    [
+        ("compile=atuo", "'atuo': input should be true or false, or 'auto'; did you mean auto?"),
+        ("parallel.shard=1.5", "1.5: input should be a whole number, or 'auto'"),
+        ("activation_checkpointing=ture",
+         "'ture': input should be true or false, or 'auto', 'none', 'full' or 'selective', or a number; did you mean true?"),
+        ("precision=bf17", "'bf17': input should be 'fp32', 'bf16', 'fp16' or 'fp8'; did you mean bf16?"),
+        ("optimizer.betas=[a,0.9]", "'a': input should be a valid number, unable to parse string as a number"),
+    ],
+)  # fmt: skip
+def test_what_may_be_several_things_is_one_sentence_that_names_the_closest(
+    tmp_path: Path, override: str, rest: str
+) -> None:
+    key = override.partition("=")[0] + (".0" if "[" in override else "")
+    assert error_of(write(tmp_path, BASE), override) == f"command line: {key} = {rest}"
+
+
+@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("model.n_heads=5", "model.n_heads: 5 heads do not divide d_model 64; 4 would"),

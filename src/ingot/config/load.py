@@ -6,7 +6,9 @@ the line of each key is kept from the YAML parser, so that an error names file, 
 Files of other stacks are recognised by their keys and translated (`dialects`); overrides are then in their vocabulary.
 """
 
+import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,13 @@ from ingot.errors import ConfigError
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+# what a member of a union takes, by pydantic's names of the members and of their errors
+MEMBERS = ("bool", "int", "float", "str")
+EXPECTED = {
+    "bool_parsing": "true or false", "bool_type": "true or false", "int_parsing": "a whole number",
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number",
+    "float_type": "a number", "string_type": "text", "literal_error": "", "none_required": "null",
+}  # fmt: skip
 MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: out-of-memory errors name it
 
 
@@ -77,7 +86,7 @@ def validate(schema: type[SchemaT], values: dict[str, Any], origins: Origins | N
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(e, schema, origins or Origins()) for e in error.errors()]
+        problems = [_describe(e, schema, origins or Origins()) for e in _join_members(error.errors())]
         shown = list(dict.fromkeys(problems))[:8]
         raise ConfigError("\n".join(shown)) from None
 
@@ -271,6 +280,24 @@ def _resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
+def _join_members(errors: Sequence[Any]) -> list[dict[str, Any]]:
+    """pydantic's errors, with those of all members of a union as one: what was written is none of them."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for error in errors:
+        *above, last = error["loc"] or ("",)
+        named = isinstance(last, str) and (last in MEMBERS or not last.isidentifier())  # not by the user
+        member = bool(above) and named and error["type"] in EXPECTED
+        loc = tuple(above) if member else error["loc"]
+        found.setdefault(loc if member else (len(found), "alone"), []).append({**error, "loc": loc})
+    return [_none_of(group) if len(group) > 1 else group[0] for group in found.values()]
+
+
+def _none_of(errors: list[dict[str, Any]]) -> dict[str, Any]:
+    expected = [error.get("ctx", {}).get("expected") or EXPECTED[error["type"]] for error in errors]
+    text = ", or ".join(dict.fromkeys(expected))
+    return {**errors[0], "type": "literal_error", "ctx": {"expected": text}, "msg": f"Input should be {text}"}
+
+
 def _describe(error: Any, schema: type[BaseModel], origins: Origins) -> str:
     """One sentence for one validation error: place, key, value, what was expected."""
     # pydantic adds the names of union members to the location; only what the user wrote is shown
@@ -287,6 +314,10 @@ def _describe(error: Any, schema: type[BaseModel], origins: Origins) -> str:
     if error["type"] == "missing":
         return f"{where}{key} is missing; set it in the file or with {key}=..."
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error":
+        words = [word.strip("'") for word in re.findall(r"'[\w-]+'|true|false", context["expected"])]
+        likely = difflib.get_close_matches(str(error["input"]).lower(), words, 1)
+        message += f"; did you mean {likely[0]}?" if likely else ""
     if error["type"] == "impossible":
         return f"{where}{key}: {message}"
     return f"{where}{key} = {error['input']!r}: {message[0].lower() + message[1:]}"
