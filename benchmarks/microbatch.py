@@ -1,6 +1,7 @@
 """The microbatch that `auto` chooses against the largest that fits, found by trying sizes by hand, on one GPU.
 
     python benchmarks/microbatch.py mpt-125m mpt-1b mpt-7b > benchmarks/results/microbatch.txt
+    python benchmarks/microbatch.py mpt-3b mpt-7b activation_checkpointing=true
 
 Each size by hand, from the chosen one on, is a whole step: two microbatches, whose gradients add up, clipping and
 optimizer, until one does not fit (if the chosen one does not, the largest is 0). `fsdp` is the same model wrapped by
@@ -35,8 +36,8 @@ from ingot.train.step import TrainStep
 DEVICE = torch.device("cuda", 0)
 
 
-def measure(recipe: str, wrapped: bool) -> str:
-    config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false"])
+def measure(recipe: str, overrides: list[str], wrapped: bool) -> str:
+    config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false", *overrides])
     kernel, _ = choose_kernel(config.model, DEVICE)
     spread = None
     if wrapped:
@@ -91,9 +92,10 @@ def main() -> None:
     print(f"# python benchmarks/microbatch.py {' '.join(sys.argv[1:])}")
     print(f"# torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)
     join_world(Place(), DEVICE, 60)
-    for recipe in sys.argv[1:]:
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    for recipe in (argument for argument in sys.argv[1:] if "=" not in argument):
         for wrapped in (False, True):
-            print(measure(recipe, wrapped), flush=True)
+            print(measure(recipe, overrides, wrapped), flush=True)
             torch.cuda.empty_cache()
 
 

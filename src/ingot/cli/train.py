@@ -37,8 +37,9 @@ def train(
 
     Example: ingot train mpt-1b data=./my-copy-c4 --nproc 8 parallel.tensor=2
     """
-    # before torch is loaded: a model that fills a GPU has no room for fragments
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same
+        # before torch is loaded: a model that fills a GPU has no room for fragments
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from ingot.config.load import load_config
     from ingot.launch.local import run_processes
     from ingot.launch.node import find_node

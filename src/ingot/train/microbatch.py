@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ingot.checkpoint.manifest import write_atomically
 from ingot.errors import ConfigError
@@ -62,7 +61,7 @@ def choose_recompute(config: RunConfig, layout: Layout, memory: int | None) -> t
 
 def choose_microbatch(
     config: RunConfig,
-    model: nn.Module,
+    model: Any,
     device: torch.device,
     spread: "Spread | None",
     folder: Path,
@@ -86,7 +85,8 @@ def choose_microbatch(
         if too_much is not None and asked >= too_much:
             size, why = sizes[-1], f"{too_much} was too much for the memory earlier in this run"
         if config.activation_checkpointing == "auto" and device.type == "cuda" and spread is None:
-            why += f"; recomputed: {_least_recomputed(config, model, device, size) or 'nothing'}"
+            _try_kinds(config, model, device, [size], size)  # if none fits, the first step will halve the size
+            why += f"; recomputed: {model.recompute or 'nothing'}"
         return size, why
     if device.type == "cpu":
         size = max([n for n in sizes if n * config.max_seq_len <= CPU_TOKENS] or [1])
@@ -199,17 +199,11 @@ def _pass(config: RunConfig, spread: "Spread", device: torch.device, size: int) 
 def _try_sizes(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, str]:
     """The largest size that fits, with as little recomputed as leaves room for enough tokens."""
     enough = min(sizes[-1], -(-ENOUGH_TOKENS // config.max_seq_len))
-    tried: dict[str | None, tuple[int, int]] = {}
-    for kind in KINDS if config.activation_checkpointing == "auto" else (config.recompute,):
-        model.recompute = kind
-        tried[kind] = _largest_that_fits(config, model, device, sizes)
-        if tried[kind][0] >= enough:
-            break
-    kind = max(tried, key=lambda kind: tried[kind][0])  # of equals the first, which recomputes least
-    model.recompute = kind
-    size, peak = tried[kind]
+    kinds = KINDS if config.activation_checkpointing == "auto" else (config.recompute,)
+    tried = _try_kinds(config, model, device, sizes, enough, kinds)
+    size, peak = tried[model.recompute]
     if size == 0:
-        advice = "" if "full" in tried else "activation_checkpointing=true, "
+        advice = "" if model.recompute == "full" else "activation_checkpointing=true, "
         raise ConfigError(
             f"not even one sequence fits into the GPU's memory: use {advice}a shorter max_seq_len or a smaller model"
         )
@@ -217,18 +211,31 @@ def _try_sizes(config: RunConfig, model: Any, device: torch.device, sizes: list[
     why = largest if size == sizes[-1] else "the largest that fits"
     why += f", tried before the first step ({peak / 2**30:.1f} GiB with optimizer state)"
     if config.activation_checkpointing == "auto":
-        others = ", ".join(f"{tried[other][0]} with {other or 'nothing'}" for other in tried if other != kind)
-        why += f"; recomputed: {kind or 'nothing'}{f', since the largest would be {others}' if others else ''}"
+        others = ", ".join(f"{n} with {kind or 'nothing'}" for kind, (n, _) in tried.items() if kind != model.recompute)
+        why += f"; recomputed: {model.recompute or 'nothing'}"
+        why += f", since the largest would be {others}" if others else ""
     return size, why
 
 
-def _least_recomputed(config: RunConfig, model: Any, device: torch.device, size: int) -> str | None:
-    """The least that lets a size fit; if none does, all is recomputed, and the first step will halve the size."""
-    for kind in KINDS:
+def _try_kinds(
+    config: RunConfig,
+    model: Any,
+    device: torch.device,
+    sizes: list[int],
+    enough: int,
+    kinds: tuple[str | None, ...] = KINDS,
+) -> dict[str | None, tuple[int, int]]:
+    """The largest size that fits and its peak by what is recomputed, until it is enough. The model is left with the
+    best, of equals the one that recomputes least; where nothing fits, with the last."""
+    tried: dict[str | None, tuple[int, int]] = {}
+    for kind in kinds:
         model.recompute = kind
-        if _largest_that_fits(config, model, device, [size])[0]:
+        tried[kind] = _largest_that_fits(config, model, device, sizes)
+        if tried[kind][0] >= enough:
             break
-    return kind
+    if any(size for size, _ in tried.values()):
+        model.recompute = max(tried, key=lambda kind: tried[kind][0])
+    return tried
 
 
 def _largest_that_fits(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, int]:
