@@ -5,8 +5,9 @@
 
 benchmarks/gpu.py checks a row under the learning rates of the recipe's warmup. Here the same 20 steps have the highest
 rate, meant for hundreds of times the sequences, so that the loss jumps and rounding grows. What grows is then a matter
-of bf16 or of our kernels: so beside ingot stands nanoGPT's model under torch's autocast, its residual stream in fp32,
-not compiled, without a kernel of ours, from the same weights. Every loss is kept; the table has the last ones.
+of bf16 or of our kernels: so beside ingot stands nanoGPT's model under torch's autocast, not compiled, without a kernel
+of ours, from the same weights; its residual stream in fp32, as autocast leaves it, or (`nanogpt-bf16`) in bf16, as
+ingot's is. Every loss is kept; the table has the last ones. A reference that is in the file is not trained again.
 """
 
 import argparse
@@ -24,12 +25,14 @@ from gpu_profile import put_table
 from ingot.model.init import build_model
 from ingot.train.config import RunConfig
 
+SYSTEMS = ["ingot", "nanogpt", "nanogpt-bf16"]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="a prepared folder; or results of before, to print as a table")
     parser.add_argument("--models", nargs="+", default=["7b"], choices=SIZES)
-    parser.add_argument("--systems", nargs="+", default=["ingot", "nanogpt"], choices=["ingot", "nanogpt"])
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"], help="of ingot")
     parser.add_argument("--seeds", nargs="+", type=int, default=[17], help="of initial weights and order of samples")
     parser.add_argument("--docs", type=Path, help="with results of before: write the table into this page")
@@ -53,37 +56,41 @@ def main() -> None:
     }
     for model in arguments.models:
         for seed in arguments.seeds:
-            for row in train_all(arguments, model, seed, device):
+            for row in train_all(arguments, model, seed, device, found["rows"]):
                 print(json.dumps(row), flush=True)
                 found["rows"] = [*(other for other in found["rows"] if key(other) != key(row)), row]
                 write(found, arguments.out)
     print(table(found["rows"]))
 
 
-def train_all(arguments: argparse.Namespace, model: str, seed: int, device: torch.device) -> Any:
+def train_all(arguments: argparse.Namespace, model: str, seed: int, device: torch.device, known: list[Any]) -> Any:
     """The losses of the reference, then of each system, from the same weights on the same batches."""
     size = SIZES[model]
     config = run_config(arguments.data, model, "learned", f"seed={seed}")
     batches = read_batches(config, CHECKED * size.micro)
     few = [cut(batches, step * size.micro, size.micro) for step in range(CHECKED)]
     named = {"model": model, "seed": seed, "sequences_per_step": size.micro}
-    yield {**named, "system": "reference", "precision": "fp32",
-           "losses": train_reference(config, few, size.recomputed, device, highest=True)}  # fmt: skip
+    reference = named | {"system": "reference", "precision": "fp32"}
+    if key(reference) not in map(key, known):
+        yield reference | {"losses": train_reference(config, few, size.recomputed, device, highest=True)}
     for system in arguments.systems:
         for precision in arguments.precisions if system == "ingot" else ["bf16"]:
             narrow = config.model_copy(update={"precision": precision})
-            step = build("ingot", narrow, size, device) if system == "ingot" else plain_step(narrow, size, device)
+            stream = torch.bfloat16 if system == "nanogpt-bf16" else torch.float32
+            step = (
+                build("ingot", narrow, size, device) if system == "ingot" else plain_step(narrow, size, device, stream)
+            )
             yield {**named, "system": system, "precision": precision, "losses": learn(config, step, few, highest=True)}
             del step
             clean(device)
 
 
-def plain_step(config: RunConfig, size: Any, device: torch.device) -> PeerStep:
+def plain_step(config: RunConfig, size: Any, device: torch.device, stream: torch.dtype) -> PeerStep:
     """The peer as torch runs it by itself, recomputing where the reference does."""
     model = build_peer(
         "nanogpt", config, dict(build_model(config.model, config.seed, device).named_parameters()), device
     )
-    model.recomputed = size.recomputed
+    model.recomputed, model.stream = size.recomputed, stream  # type: ignore[assignment]
     return PeerStep(config, model, device, size.micro)
 
 

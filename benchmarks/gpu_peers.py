@@ -58,9 +58,10 @@ class NanoGPT(nn.Module):
         self.h = nn.ModuleList(Block(m.d_model, m.n_heads, m.ffn_width) for _ in range(m.n_layers))
         self.ln_f = nn.LayerNorm(m.d_model)
         self.recomputed = False  # which a large one needs when it is not compiled
+        self.stream = torch.float32  # type of the residual stream
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        x = (self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))).to(self.stream)
         for block in self.h:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
         return summed_loss(F.linear(self.ln_f(x), self.wte.weight), labels)

@@ -20,7 +20,8 @@ def run_train(arguments: list[str], steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         command = [sys.executable, "-m", "ingot.cli.main", "train", *arguments, f"max_duration={steps}ba",
-                   "log_interval=1ba", "save_interval=0ba", "eval_interval=0ba", f"save_folder={run}"]  # fmt: skip
+                   "log_interval=1ba", "save_interval=0ba", "save_weights_only=true", "eval_interval=0ba",
+                   f"save_folder={run}"]  # fmt: skip
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             assert process.stdout is not None

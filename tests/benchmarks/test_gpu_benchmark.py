@@ -91,15 +91,29 @@ def test_losses_at_the_highest_rate_stand_beside_fp32_and_a_peer(data: Path, tmp
         assert run("gpu_losses.py", data, "--models", "tiny", "--seeds", seed, "--out", out) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["seed"], row["system"]) for row in rows] == [
-        (seed, system) for seed in (17, 18) for system in ("reference", "ingot", "nanogpt")
+        (seed, system) for seed in (17, 18) for system in ("reference", "ingot", "nanogpt", "nanogpt-bf16")
     ]
-    for reference, ours, peer in (rows[:3], rows[3:]):
+    for reference, ours, peer, narrow in (rows[:4], rows[4:]):
         assert len(reference["losses"]) == 20 and reference["losses"][-1] < reference["losses"][0] - 0.5
         assert ours["losses"] == pytest.approx(reference["losses"], rel=0.01)
         assert peer["losses"] == pytest.approx(reference["losses"], rel=0.01)
-    assert rows[0]["losses"] != rows[3]["losses"]
+        assert narrow["losses"] == pytest.approx(reference["losses"], rel=0.01) and narrow["losses"] != peer["losses"]
+    assert rows[0]["losses"] != rows[4]["losses"]
     assert run("gpu_losses.py", out, "--docs", page) == 0
-    assert "old" not in page.read_text() and page.read_text().count("| tiny | 1") == 4
+    assert "old" not in page.read_text() and page.read_text().count("| tiny | 1") == 6
+
+
+def test_launches_are_measured_and_put_into_the_page(data: Path, tmp_path: Path, run: Run) -> None:
+    out, page = tmp_path / "graphs.json", tmp_path / "page.md"
+    tiny = ["model.d_model=64", "model.n_heads=2", "model.n_layers=2", "model.vocab_size=512", "max_seq_len=32"]
+    assert run("cuda_graphs.py", data, "pythia-14m:2", *tiny, "--steps", 1, "--out", out) == 0
+    found = json.loads(out.read_text())
+    row = found["rows"][0]
+    assert row["launched"] > 0 and ("graph" in row) == torch.cuda.is_available()
+    out.write_text(json.dumps(found | {"rows": [row | {"launched": 1000, "graph": 2500, "chosen": "CUDA graph: ..."}]}))
+    page.write_text("A\n<!-- cuda graphs -->\nold\n<!-- /cuda graphs -->\nB\n")
+    assert run("cuda_graphs.py", out, "--docs", page) == 0
+    assert "| pythia-14m | 2 | 1,000 | 2,500 | 2.50 x | CUDA graph |\n<!-- /cuda graphs -->\nB" in page.read_text()
 
 
 def test_times_of_kernels_go_into_the_page_and_want_a_gpu(tmp_path: Path, run: Run) -> None:

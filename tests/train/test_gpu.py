@@ -80,7 +80,10 @@ def test_wrapped_by_fsdp_a_run_trains_as_alone_and_by_the_same_kernels(
     assert wrapped[-1]["loss/train/total"] == pytest.approx(alone[-1]["loss/train/total"], rel=0.05)
 
 
-def test_a_step_never_waits_for_the_device(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graphs", ["false", "true"])
+def test_a_step_never_waits_for_the_device(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
+) -> None:
     """With torch set to raise on any synchronisation from the second step on, two more steps run through."""
     from ingot.train.step import TrainStep
 
@@ -96,8 +99,28 @@ def test_a_step_never_waits_for_the_device(data: Path, tmp_path: Path, monkeypat
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(TrainStep, "run", watched)
-    run(data, tmp_path / "run", "precision=bf16", "max_duration=3ba", "device_train_microbatch_size=8")
+    run(data, tmp_path / "run", "max_duration=3ba", "device_train_microbatch_size=8", f"cuda_graphs={graphs}")
     assert steps == 3
+
+
+@pytest.mark.parametrize("more", [[], ["compile=false"], ["precision=fp16"], ["model.positions=alibi"],
+                                  ["optimizer.name=muon"]], ids=str)  # fmt: skip
+def test_a_run_by_cuda_graphs_has_the_losses_of_one_without(data: Path, tmp_path: Path, more: list[str]) -> None:
+    """Through evaluation, and through going back to a checkpoint, which must leave all tensors where they are."""
+    size = ["device_train_microbatch_size=4", "deterministic=true", *more]
+    losses = []
+    for graphs in ("false", "true"):
+        run(data, tmp_path / graphs, *size, f"cuda_graphs={graphs}", "max_duration=20ba")
+        rows = run(data, tmp_path / graphs, *size, f"cuda_graphs={graphs}")
+        losses.append([row["loss/train/total"] for row in rows])
+    assert len(losses[0]) == 40 and losses[0] == losses[1]
+
+
+def test_a_cuda_graph_is_chosen_where_launching_takes_longest(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(data, tmp_path / "run", "max_duration=2ba", "device_train_microbatch_size=1")
+    assert "CUDA graph: a microbatch takes" in capfd.readouterr().out
 
 
 def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_path: Path) -> None:
@@ -111,8 +134,8 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
     from ingot.train.config import RunConfig
     from ingot.train.microbatch import KINDS, _largest_that_fits, choose_microbatch
 
-    config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_layers=8", "model.vocab_size=512",
-                                     "global_train_batch_size=2", "data=x"])  # fmt: skip
+    config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_heads=8", "model.n_layers=8",
+                                     "model.vocab_size=512", "global_train_batch_size=2", "data=x"])  # fmt: skip
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory
     model = build_model(config.model, 1, device)

@@ -151,3 +151,28 @@ def test_timing_the_peak_leaves_the_random_numbers_of_the_run_alone() -> None:
     before = torch.get_rng_state()
     peak_flops.__wrapped__(CPU, "fp32")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Recorded:
+    """Stands for a CUDA graph: the same pass, and a count of its uses."""
+
+    def __init__(self, step: TrainStep):
+        self.step, self.begun, self.rows = step, 0, []
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def run(self, inputs: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        self.rows.append(len(inputs))
+        return self.step.forward_backward(inputs, labels, divisor)
+
+
+def test_a_graph_stands_for_whole_microbatches_alone() -> None:
+    batch = make_batch(uneven=True)
+    plain, step = make_step(3), make_step(3)
+    step.graph = graph = Recorded(step)
+    expected, found = gradients(plain, batch), gradients(step, batch)
+    assert (graph.begun, graph.rows) == (1, [3, 3])  # of 8 sequences the last 2 are another shape
+    assert found[0] == expected[0] and all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+    step.retry_with(2)
+    assert step.graph is None  # recorded for microbatches of 3

@@ -186,6 +186,9 @@ class RunConfig(Section):
     thousand tokens fits; a number between 0 and 1: what the compiler chooses to stay within that part of the memory."""
     compile: bool | Literal["auto"] = "auto"
     """Execution: torch.compile. auto: on a GPU, yes."""
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    """Execution: replay the kernels of a microbatch as one CUDA graph instead of launching them one by one. auto: on
+    one GPU, where that is faster by measurement after the first step."""
     deterministic: bool | Literal["auto"] = "auto"
     """Execution: only deterministic kernels. auto: on a CPU, yes, where they cost nothing."""
     max_wall_time: Time | None = None

@@ -21,6 +21,7 @@ from ingot.train.optimizer import Optimizer, clip_gradients
 
 if TYPE_CHECKING:
     from ingot.parallel.apply import Spread
+    from ingot.train.cuda_graph import MicrobatchGraph
 
 
 class TrainStep:
@@ -40,6 +41,7 @@ class TrainStep:
         self.device, self.micro = device, micro
         self.accept = accept  # may refuse an update, having seen loss and gradient norm
         self.updating = False  # whether the optimizer has begun to change weights
+        self.graph: MicrobatchGraph | None = None  # stands for the passes over whole microbatches
         self.scaler = LossScale(device, enabled=config.precision == "fp16")
 
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ class TrainStep:
 
     def retry_with(self, micro: int) -> None:
         """Forget a failed attempt at a batch; the next one is made in microbatches of another size."""
-        self.micro = micro
+        self.micro, self.graph = micro, None
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -71,7 +73,7 @@ class TrainStep:
         own_tokens = int(np.count_nonzero(batch.labels != IGNORE))
         if self.spread is None:
             self.model.train()
-            return self._microbatches(batch, max(1, own_tokens))
+            return self._microbatches(batch, self._divisor(own_tokens))
         self.spread.train()
         batch_tokens = self.spread.batch_tokens(own_tokens)
         count = self._microbatch_count()
@@ -82,21 +84,38 @@ class TrainStep:
         scale = self.scaler.factor
         return self.spread.pipeline.accumulate(inputs, labels, count, batch_tokens / scale) / scale
 
-    def _microbatches(self, batch: Batch, batch_tokens: int | Tensor) -> Tensor:
+    def _microbatches(self, batch: Batch, batch_tokens: Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         rows = len(batch.tokens)
         divisor = batch_tokens / self.scaler.factor if self.scaler.enabled else batch_tokens
+        if self.graph is not None:
+            self.graph.begin()
         for start in range(0, rows, self.micro):
-            inputs, labels = (
-                to_device(a[start : start + self.micro], self.device) for a in (batch.tokens, batch.labels)
-            )
+            inputs, labels = self._cut(batch, start)
             if self.spread is not None:
                 self.spread.before_backward(last=start + self.micro >= rows)
-            with autocast(self.config.precision, self.device):
-                loss = self.model(inputs, labels) / divisor
-            loss.backward()
-            total += loss.detach()
+            graph = self.graph if len(inputs) == self.micro else None
+            total += (graph.run if graph is not None else self.forward_backward)(inputs, labels, divisor)
         return total / self.scaler.factor if self.scaler.enabled else total
+
+    def forward_backward(self, inputs: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+        """Add the gradients of a microbatch's part of the loss; gives that part."""
+        with autocast(self.config.precision, self.device):
+            loss = self.model(inputs, labels) / divisor
+        loss.backward()
+        return loss.detach()
+
+    def first_microbatch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """What `forward_backward` is given first for a batch."""
+        return *self._cut(batch, 0), self._divisor(int(np.count_nonzero(batch.labels != IGNORE)))
+
+    def _cut(self, batch: Batch, start: int) -> tuple[Tensor, Tensor]:
+        rows = slice(start, start + self.micro)
+        return to_device(batch.tokens[rows], self.device), to_device(batch.labels[rows], self.device)
+
+    def _divisor(self, tokens: int) -> Tensor:
+        # on the device: torch divides by a number by way of its reciprocal there, a recorded pass cannot
+        return torch.full((), max(1, tokens), dtype=torch.float32, device=self.device)
 
     def _microbatch_count(self) -> int:
         """Microbatches per step, the same on every process: collectives must meet."""

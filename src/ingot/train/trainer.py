@@ -33,6 +33,7 @@ from ingot.parallel.place import find_place
 from ingot.parallel.world import join_world, leave_world
 from ingot.train import device as devices
 from ingot.train.config import RunConfig
+from ingot.train.cuda_graph import check_graph, choose_graph
 from ingot.train.evaluate import Evaluation, evaluate
 from ingot.train.events import Reporter, Row
 from ingot.train.fingerprint import code_hash, config_hash
@@ -97,6 +98,7 @@ class Trainer:
         spread = place.world > 1 or config.parallel.shard == 1
         if spread:
             devices.check_spread(config, self.layout)
+        check_graph(config, self.device, spread)
         self.world = join_world(place, self.device, config.parallel.join_timeout) if spread else None
         self.first = place.rank == 0  # the process that writes
         asked = (config.max_seq_len, config.model.vocab_size, config.unscored)
@@ -165,6 +167,7 @@ class Trainer:
         self.runnable: Any = model.compiled() if compiled and self.spread is None else model
         reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
         self.step = TrainStep(config, self.runnable, self.optimizer, self.device, micro, self.spread, self._accept)
+        self.settled = False  # what can be decided only after a step
         total_loss = self.spread.total_loss if self.spread is not None else None
         self.guard = Guard(config.guards, total_loss, scaled=config.precision == "fp16")
         self.finding: Finding | None = None
@@ -182,7 +185,7 @@ class Trainer:
         if self.first:
             self.lease = open_run_folder(config, fresh)
             cleanup.callback(self.lease.release)
-            check_disk_space(self.folder, 12 * parameters)  # fp32 weights and two moments
+            check_disk_space(self.folder, (4 if config.save_weights_only else 12) * parameters)  # weights, moments
             clear_drafts(self.folder)
         if self.world is not None:
             self.world.agree("folder", {})  # nobody looks for checkpoints before rank 0 has cleared the folder
@@ -228,6 +231,7 @@ class Trainer:
                 row: Row | None = None
                 if self.batch not in self.left_out:
                     step_loss, norm = self._step(batch)
+                    self._settle(batch)
                     if save_due:
                         self.finding = self.finding or self.guard.settle()  # what is saved has been judged
                     if self.finding is not None and self._back_after(self.finding):
@@ -354,6 +358,16 @@ class Trainer:
                 raise problem
             self.step.retry_with(problem.fits)
             self.reporter.warn(f"out of memory at batch {self.batch}; again with microbatches of {problem.fits}")
+
+    def _settle(self, batch: Batch) -> None:
+        """After the first step: decide whether to record the passes of the others."""
+        if self.settled:
+            return
+        self.settled = True
+        least = self.step.micro * self.config.max_seq_len * self.flops / self.peak
+        recompute = self.runnable.recompute if self.spread is None else None
+        if note := choose_graph(self.step, batch, recompute, least):
+            self.reporter.note(note)
 
     def evaluate(self) -> Evaluation:
         """The loss on the validation data."""

@@ -1,0 +1,102 @@
+"""Where a GPU waits for the host: a step whose kernels are launched one by one, and the same as a CUDA graph.
+
+    python benchmarks/cuda_graphs.py DATA pythia-14m:4 mpt-125m:4 --out benchmarks/results/cuda_graphs.json
+    python benchmarks/cuda_graphs.py benchmarks/results/cuda_graphs.json --docs docs/performance.md
+
+Each argument is a recipe and a microbatch; a step has 8 of them; `key=value` overrides may follow. The last column is
+what `cuda_graphs: auto` does.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu import Size, build, clean, cut, read_batches, step_times, write
+from gpu_profile import put_table
+
+from ingot.config.load import load_config
+from ingot.model.gpt import flops_per_token
+from ingot.train.config import RunConfig
+from ingot.train.cuda_graph import choose_graph
+from ingot.train.device import peak_flops
+from ingot.train.step import TrainStep
+
+COUNT = 8  # microbatches of a step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="a prepared folder; or results of before, to print as a table")
+    parser.add_argument("models", nargs="*", metavar="RECIPE:MICROBATCH or key=value")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--docs", type=Path, help="with results of before: write the table into this page")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    if arguments.data.suffix == ".json":
+        text = table(json.loads(arguments.data.read_text())["rows"])
+        if arguments.docs is None:
+            print(text)
+        else:
+            put_table(arguments.docs, "cuda graphs", text + "\n")
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, Any] = {
+        "command": shlex.join(["python", "benchmarks/cuda_graphs.py", *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "rows": [],
+    }  # fmt: skip
+    overrides = [text for text in arguments.models if "=" in text]
+    for text in arguments.models:
+        if text in overrides:
+            continue
+        recipe, _, micro = text.partition(":")
+        config = load_config(RunConfig, [recipe, f"data={arguments.data}", *overrides])
+        row = {"model": recipe, "microbatch": int(micro)} | measure(config, int(micro), arguments.steps, device)
+        print(json.dumps(row), flush=True)
+        found["rows"].append(row)
+        write(found, arguments.out)
+    print(table(found["rows"]))
+
+
+def measure(config: RunConfig, micro: int, steps: int, device: torch.device) -> dict[str, Any]:
+    """Tokens per second one by one, as a graph where there are GPUs, and what would be chosen."""
+    batches = read_batches(config, 2 * micro * COUNT)
+    large = [cut(batches, part * micro * COUNT, micro * COUNT) for part in range(2)]
+    step = build("ingot", config, Size(micro, COUNT), device)
+    assert isinstance(step, TrainStep)
+    step.run(large[0])
+    flops = micro * config.max_seq_len * flops_per_token(config.model, config.max_seq_len)
+    least = flops / peak_flops(device, config.precision)[0]
+    found: dict[str, Any] = {"chosen": choose_graph(step, large[0], None, least)}
+    for kind, asked in (("launched", False), ("graph", True))[: 2 if device.type == "cuda" else 1]:
+        step.graph, step.config = None, config.model_copy(update={"cuda_graphs": asked})
+        choose_graph(step, large[0], None, least)
+        step.run(large[0])
+        times = step_times(step, large, steps, device)
+        median = statistics.median(times)
+        found[kind] = round(large[0].tokens.size / median)
+        found[f"{kind}_spread"] = round((max(times) - min(times)) / median, 4)
+    del step
+    clean(device)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | microbatch | tokens/s one by one | as a CUDA graph | | chosen |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        graph = f"{row['graph']:,} | {row['graph'] / row['launched']:.2f} x" if "graph" in row else "|"
+        chosen = (row["chosen"] or "").partition(":")[0]
+        lines.append(f"| {row['model']} | {row['microbatch']} | {row['launched']:,} | {graph} | {chosen} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
