@@ -67,7 +67,7 @@ def test_a_graph_is_chosen_by_measurement(
     times = iter([launched, replayed])
     monkeypatch.setattr(cuda_graph, "_seconds", lambda work, device: next(times))
     monkeypatch.setattr(cuda_graph, "MicrobatchGraph", lambda work, parameters: "recorded")
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     step = Step(config())

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import statistics
 from itertools import pairwise
 from pathlib import Path
 
@@ -106,7 +105,7 @@ def test_a_step_never_waits_for_the_device(
 @pytest.mark.parametrize("more", [[], ["compile=false"], ["precision=fp16"], ["model.positions=alibi"],
                                   ["optimizer.name=muon"]], ids=str)  # fmt: skip
 def test_a_run_by_cuda_graphs_has_the_losses_of_one_without(data: Path, tmp_path: Path, more: list[str]) -> None:
-    """Through evaluation, and through going back to a checkpoint, which must leave all tensors where they are."""
+    """Through evaluation, and in a run that is resumed."""
     size = ["device_train_microbatch_size=4", "deterministic=true", *more]
     losses = []
     for graphs in ("false", "true"):
@@ -146,7 +145,9 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
         peaks.append(_largest_that_fits(config, model, device, [2])[1])
     assert peaks == sorted(peaks, reverse=True)
     try:
-        for kind, limit in zip(KINDS, (1.5 * peaks[0], *map(statistics.mean, pairwise(peaks))), strict=True):
+        # a little less than the kind before needs: fragments of memory take their part of the rest
+        limits = (1.5 * peaks[0], *(0.95 * more + 0.05 * less for more, less in pairwise(peaks)))
+        for kind, limit in zip(KINDS, limits, strict=True):
             torch.cuda.set_per_process_memory_fraction(limit / total, device)
             for asked in (2, "auto"):
                 fitted = config.model_copy(update={"device_train_microbatch_size": asked})

@@ -1,9 +1,9 @@
 """A microbatch's forward and backward pass as one CUDA graph, where the host launches kernels slower than they run.
 
-So it is with small models and few tokens at a time: pythia-14m with 4 sequences waits four fifths of its time for the
-host. torch's own way, `mode="reduce-overhead"`, records compiled parts one by one and copies what passes between them;
-here the whole pass is recorded, our kernels and the adding up of gradients with it. The kernels are the same, so are
-the results.
+So it is with small models and few tokens at a time: pythia-14m with 4 sequences waits three quarters of its time for
+the host. torch's own way, `mode="reduce-overhead"`, records compiled parts one by one and copies what passes between
+them; here the whole pass is recorded, our kernels and the adding up of gradients with it. The kernels are the same, so
+are the results.
 """
 
 import time
@@ -118,7 +118,7 @@ def _measure(step: "TrainStep", batch: Batch, least_seconds: float, always: bool
     if not always:
         if used > BUSY:
             return f"{one_by_one}, so launching is not what it waits for"
-        if torch.cuda.max_memory_reserved(step.device) > ROOM * torch.cuda.mem_get_info(step.device)[1]:
+        if torch.cuda.memory_reserved(step.device) > ROOM * torch.cuda.mem_get_info(step.device)[1]:
             return f"{one_by_one}; a CUDA graph would need more memory than is left"
     try:
         graph = MicrobatchGraph(step.forward_backward, step.model.parameters(), *arguments)
