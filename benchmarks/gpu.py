@@ -21,6 +21,8 @@ and bf16 ends 5% from fp32. docs/performance.md has what other rates gave.
 `mfu_full` is tokens per second x (6 N + 12 L d S) / peak, `mfu_causal` counts half of the attention, as it is computed;
 both by the peak of bf16, also for fp8. Our ALiBi kernel skips what it proves negligible, yet the formulas count it, as
 they count the upper triangle that nobody computes. `spread` is the range of the timed steps over their median.
+`product_flops` is what a large matrix product alone reaches for a second beforehand: cards of one kind differ by some
+percent in what their power limit lets them do.
 """
 
 import argparse
@@ -183,14 +185,23 @@ def measure(
         known = (row["fp32_loss"] for row in references if row == wanted | {"fp32_loss": row["fp32_loss"]})
         reference = next(known, None) or train_reference(config, few, size.recomputed, device)[-1]
         yield "references", wanted | {"fp32_loss": reference}
+        limit = product_flops(device)
         for system in arguments.systems:
             if system != "ingot" and (positions != "learned" or precision != "bf16" or optimizer):
                 continue  # the peers have no other form
             start = time.perf_counter()
-            step = build(system, config.model_copy(update={"precision": precision}), size, device)
-            loss = learn(config, step, few)[-1]
-            ready = time.perf_counter() - start
-            times = step_times(step, large, arguments.steps, device)
+            step, times = None, []
+            try:
+                step = build(system, config.model_copy(update={"precision": precision}), size, device)
+                loss = learn(config, step, few)[-1]
+                ready = time.perf_counter() - start
+                times = step_times(step, large, arguments.steps, device)
+            except torch.OutOfMemoryError:
+                print(f"{system} does not fit at {model} with a microbatch of {size.micro}: no row", flush=True)
+            if not times:  # only here does nothing hold the tensors of the failed attempt
+                del step
+                clean(device)
+                continue
             memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
             tokens, seconds = large[0].tokens.size, statistics.median(times)
             peak = peak_flops(device, "bf16")[0]
@@ -202,7 +213,7 @@ def measure(
                 "mfu_full": round(rate * flops_per_token(config.model, config.max_seq_len) / peak, 4),
                 "mfu_causal": round(rate * flops_per_token(config.model, config.max_seq_len, causal=True) / peak, 4),
                 "memory_gib": round(memory, 1), "spread": round((max(times) - min(times)) / seconds, 4),
-                "loss": loss, "reference_loss": reference, "seconds_to_ready": round(ready, 1),
+                "product_flops": limit, "loss": loss, "reference_loss": reference, "seconds_to_ready": round(ready, 1),
             }  # fmt: skip
             if arguments.profile and system == "ingot":
                 yield "profile", who | profile_step(partial(timed, step, large[0], device))
@@ -341,6 +352,18 @@ def step_times(step: TrainStep | PeerStep, batches: list[Batch], steps: int, dev
     turns = cycle(batches)
     step.run(next(turns))
     return event_times(lambda: step.run(next(turns)), steps)
+
+
+def product_flops(device: torch.device) -> float:
+    """The rate of a large matrix product over a second, so that the card is as warm as in training."""
+    size, times = (8192, 700) if device.type == "cuda" else (256, 2)
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    float((a @ b)[0, 0])
+    start = time.perf_counter()
+    for _ in range(times):
+        product = a @ b
+    float(product[0, 0])  # waits for the device
+    return round(times * 2 * size**3 / (time.perf_counter() - start))
 
 
 def clean(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """The GPU benchmark in its tiny form, on whatever device is here: every system learns the same."""
 
+import importlib
 import json
 import runpy
 import subprocess
@@ -40,7 +41,23 @@ def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, 
     }  # fmt: skip
     for row in rows:
         assert abs(row["loss"] / row["reference_loss"] - 1) < 0.01
-        assert row["tokens_per_second"] > 0 and row["mfu_full"] > row["mfu_causal"] > 0
+        assert row["tokens_per_second"] > 0 and row["mfu_full"] > row["mfu_causal"] > 0 and row["product_flops"] > 0
+
+
+def test_a_peer_that_does_not_fit_has_no_row_and_the_others_go_on(
+    data: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gpu_peers = importlib.import_module("gpu_peers")
+    monkeypatch.setattr(gpu_peers.NanoGPT, "forward", full)
+    out = tmp_path / "gpu.json"
+    arguments = ["--positions", "learned", "--systems", "nanogpt", "ingot", "--steps", 1, "--out", out]
+    assert run("gpu.py", data, "--models", "tiny", *arguments) == 0
+    assert [row["system"] for row in json.loads(out.read_text())["rows"]] == ["ingot"]
+    assert "nanogpt does not fit at tiny with a microbatch of 2: no row" in capsys.readouterr().out
 
 
 def test_a_reference_is_trained_once_and_a_row_that_misses_it_is_refused(
