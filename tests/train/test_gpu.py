@@ -122,6 +122,26 @@ def test_a_cuda_graph_is_chosen_where_launching_takes_longest(
     assert "CUDA graph: a microbatch takes" in capfd.readouterr().out
 
 
+def test_a_pass_that_cannot_be_recorded_is_launched_one_by_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from ingot.train.step import TrainStep
+
+    size = ["device_train_microbatch_size=4", "deterministic=true"]
+    plain = run(data, tmp_path / "plain", *size, "cuda_graphs=false")
+    whole = TrainStep.forward_backward
+
+    def waiting(self: TrainStep, *arguments: torch.Tensor) -> torch.Tensor:
+        loss = whole(self, *arguments)
+        float(loss)  # a recording cannot wait for the device
+        return loss
+
+    monkeypatch.setattr(TrainStep, "forward_backward", waiting)
+    rows = run(data, tmp_path / "run", *size)
+    assert "could not be recorded as a CUDA graph" in capfd.readouterr().out
+    assert [row["loss/train/total"] for row in rows] == [row["loss/train/total"] for row in plain]
+
+
 def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_path: Path) -> None:
     rows = run(data, tmp_path / "run", "max_duration=2ba")
     assert 16 % rows[-1]["trainer/device_train_microbatch_size"] == 0

@@ -168,6 +168,7 @@ class Trainer:
         reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
         self.step = TrainStep(config, self.runnable, self.optimizer, self.device, micro, self.spread, self._accept)
         self.settled = False  # what can be decided only after a step
+        self.compiling = compiled  # until the first row, whose time says nothing of the rest
         total_loss = self.spread.total_loss if self.spread is not None else None
         self.guard = Guard(config.guards, total_loss, scaled=config.precision == "fp16")
         self.finding: Finding | None = None
@@ -401,7 +402,6 @@ class Trainer:
             "time/data": window.data / elapsed,
             "time/checkpoint": window.checkpoint / elapsed,
             "time/train": self.train_seconds / 3600,
-            "time/remaining_estimate": (self.total - self.batch) / rate / 3600,
             "trainer/device_train_microbatch_size": self.step.micro,
             **devices.memory_metrics(self.device),
         }
@@ -411,6 +411,9 @@ class Trainer:
             row["time/communication"] = waited / elapsed
             row |= self._over_ranks(row, (elapsed - waited - window.checkpoint) / window.batches)
         row["time/compute"] = 1 - row["time/data"] - row["time/checkpoint"] - row.get("time/communication", 0.0)
+        if not self.compiling or self.batch == self.total:
+            row["time/remaining_estimate"] = (self.total - self.batch) / rate / 3600
+        self.compiling = False
         if window.checkpoint:
             row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
             row["checkpoint/write_seconds"] = self.saving.saver.write_seconds

@@ -43,10 +43,12 @@ NOT_NEEDED = {
         initial_loss_scale min_loss_scale hysteresis""",
     "kernels are chosen here; the function is the same": """
         attention_backend transformer_impl use_flash_attn use_mcore_models apply_layernorm_1p
-        fp32_residual_connection apply_query_key_layer_scaling attention_softmax_in_fp32
+        apply_query_key_layer_scaling attention_softmax_in_fp32
         no_gradient_accumulation_fusion no_masked_softmax_fusion no_bias_swiglu_fusion no_bias_dropout_fusion
         no_rope_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl cuda_graph_impl manual_gc
         manual_gc_interval te_rng_tracker no_persist_layer_norm calculate_per_token_loss use_cpu_initialization""",
+    "the residual stream has the type of the matrix products here (docs/performance.md: The check of the loss)": """
+        fp32_residual_connection""",
     "blocks are recomputed on the device, all of them alike": """
         recompute_method recompute_num_layers recompute_modules distribute_saved_activations
         cpu_offloading_num_layers fine_grained_activation_offloading""",
