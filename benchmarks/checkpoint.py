@@ -113,8 +113,7 @@ class Bench:
 
     def ours(self) -> Saver:
         saver = Saver(self.folder / "ours", self.world)
-        for part in self.optimizer.parts.values():
-            part.register_step_pre_hook(lambda *_: saver.before_update())
+        self.optimizer.before_step = saver.before_update
         saver.prepare(self.tensors())
         saver.wait()
         return saver

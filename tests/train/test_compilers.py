@@ -1,7 +1,13 @@
-"""Asked to stop while it compiles, a run stops; it does not wait for compilers that took the request for themselves."""
+"""Asked to stop while it compiles, a run stops; it does not wait for compilers that took the request for themselves. And
+a run that does not compile does not wait for the compiler to be imported."""
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from ingot.model.narrow import TRITON
 
 PROGRAM = """
 import os, signal
@@ -26,3 +32,21 @@ def test_signals_to_the_process_group_leave_the_compilers_alive() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", "True"]
+
+
+@pytest.mark.skipif(TRITON, reason="where there is Triton, the kernel of the loss brings the compiler along")
+def test_on_a_cpu_a_run_trains_and_saves_without_the_compiler(data: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+from ingot.config.load import load_config
+from ingot.report.run import train
+from ingot.train.config import RunConfig
+train(load_config(RunConfig, sys.argv[1:]))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    small = ["model.d_model=16", "model.n_heads=2", "model.n_layers=1", "model.vocab_size=320", "max_seq_len=16",
+             "global_train_batch_size=4", "max_duration=2ba", "device=cpu", "precision=fp32"]  # fmt: skip
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", program, *small, f"data={data}", f"save_folder={run}"]
+    subprocess.run(command, check=True, timeout=120)
+    assert (run / "checkpoints" / "2").is_dir()

@@ -157,3 +157,26 @@ def test_state_moved_to_another_optimizer_continues_bit_for_bit(name: str) -> No
         o.step()
     for (n, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b), n
+
+
+@pytest.mark.parametrize("overflowing", [None, 0.0, 1.0])
+def test_adamw_is_torchs_own_to_the_last_bit(overflowing: float | None) -> None:
+    name = "blocks.0.mlp.up.weight"
+    model, optimizer = make("adamw", lr=0.01, weight_decay=0.1)
+    own = dict(model.named_parameters())[name]
+    twin = torch.nn.Parameter(own.detach().clone())
+    theirs = torch.optim.AdamW([twin], lr=0.005, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    for step in range(4):
+        overflow = None if overflowing is None or step != 2 else torch.tensor(overflowing)
+        set_gradients(model, step)
+        twin.grad = own.grad.clone()
+        theirs.found_inf = overflow
+        optimizer.set_lr(0.5)
+        optimizer.step(overflow)
+        theirs.step()
+    assert torch.equal(own, twin)
+    state = {key: value for key, value in optimizer.state_tensors().items() if key.endswith(f"/{name}")}
+    assert state.keys() == {f"{key}/{name}" for key in theirs.state[twin]}
+    for key, value in theirs.state[twin].items():
+        assert torch.equal(state[f"{key}/{name}"], value) and state[f"{key}/{name}"].dtype == value.dtype
+    assert float(theirs.state[twin]["step"]) == (3 if overflowing else 4)

@@ -72,10 +72,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision])
 
 
-def make_deterministic(config: RunConfig, device: torch.device) -> bool:
+def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) -> bool:
     """Ask torch for deterministic kernels if the run wants them."""
     wanted = config.deterministic is True or (config.deterministic == "auto" and device.type == "cpu")
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    if compiled:
+        torch.use_deterministic_algorithms(wanted, warn_only=True)
+    else:  # the same, without a word to the compiler, whose import takes a second
+        torch.set_deterministic_debug_mode("warn" if wanted else "default")
     return wanted
 
 

@@ -1,13 +1,15 @@
 """Optimizers, and their state as named tensors.
 
-torch's own fused AdamW does the work. Composer's decoupled AdamW decays by (lr / peak) x weight_decay, which is AdamW
-with weight_decay / peak, so it needs no code of its own. Lion is not in torch; ours runs on whole lists of tensors
-(foreach), not parameter by parameter. Muon is torch's formula, which there knows no matrix that is spread, and takes
-matrices one by one.
+torch's own fused kernel does AdamW's work, called here directly: torch.optim brings the compiler along, and a run on a
+CPU, which does not compile, would start two seconds later. Composer's decoupled AdamW decays by (lr / peak) x
+weight_decay, which is AdamW with weight_decay / peak, so it needs no code of its own. Lion is not in torch; ours runs
+on whole lists of tensors (foreach), not parameter by parameter. Muon is torch's formula, which there knows no matrix
+that is spread, and takes matrices one by one.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -23,56 +25,79 @@ STACK_ELEMENTS = 1 << 27  # of matrices that Muon works on at a time: a quarter 
 LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}  # as dashboards know them
 
 
-class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023), weight decay scaled by the caller."""
+class Part:
+    """Groups of parameters with settings of their own, and the state of each parameter: tensors by name."""
 
-    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]):
-        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+    def __init__(self, groups: list[dict[str, Any]], **defaults: Any):
+        self.param_groups = [defaults | group for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, overflow: Tensor | None = None) -> None:
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            for p in parameters:
-                if "exp_avg" not in self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-            momenta = [local(self.state[p]["exp_avg"]) for p in parameters]
-            grads = [local(p.grad) for p in parameters]
-            parameters = [local(p) for p in parameters]
-            beta1, beta2 = group["betas"]
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            update = torch._foreach_mul(momenta, beta1)
-            torch._foreach_add_(update, grads, alpha=1 - beta1)
-            torch._foreach_sign_(update)
-            torch._foreach_add_(parameters, update, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, grads, 1 - beta2)
+            if parameters := [p for p in group["params"] if p.grad is not None]:
+                self.update(parameters, group, overflow)
+
+    def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
+        """Change weights by their gradients."""
+        raise NotImplementedError
+
+    def local_state(self, parameters: list[Any], key: str) -> list[Tensor]:
+        """What this process holds of a state as large as the parameters, at first zeros."""
+        for p in parameters:
+            if key not in self.state[p]:
+                self.state[p][key] = torch.zeros_like(p)
+        return [local(self.state[p][key]) for p in parameters]
 
 
-class Muon(torch.optim.Optimizer):
+class AdamW(Part):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019). Its kernel reads `overflow` by itself."""
+
+    def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
+        for p in parameters:
+            if "step" not in self.state[p]:
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        steps = [self.state[p]["step"] for p in parameters]
+        moments = self.local_state(parameters, "exp_avg"), self.local_state(parameters, "exp_avg_sq")
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            [local(p) for p in parameters], [local(p.grad) for p in parameters], *moments, [], steps,
+            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=overflow,
+        )  # fmt: skip
+        if overflow is not None:
+            torch._foreach_sub_(steps, [overflow] * len(steps))
+
+
+class Lion(Part):
+    """Sign of an interpolated momentum (Chen et al. 2023), weight decay scaled by the caller."""
+
+    def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
+        momenta, grads = self.local_state(parameters, "exp_avg"), [local(p.grad) for p in parameters]
+        weights = [local(p) for p in parameters]
+        beta1, beta2 = group["betas"]
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        update = torch._foreach_mul(momenta, beta1)
+        torch._foreach_add_(update, grads, alpha=1 - beta1)
+        torch._foreach_sign_(update)
+        torch._foreach_add_(weights, update, alpha=-group["lr"])
+        torch._foreach_lerp_(momenta, grads, 1 - beta2)
+
+
+class Muon(Part):
     """Momentum made orthogonal (Jordan et al. 2024), scaled to AdamW's update size (Liu et al. 2025), so that one
     learning rate serves both. The processes that share the matrices of a spread model each work on some of them."""
 
-    def __init__(self, parameters: list[Tensor], lr: float, momentum: float, weight_decay: float):
-        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            alike: dict[object, list[Any]] = {}  # matrices of one shape, spread in one way
-            for p in group["params"]:
-                if p.grad is not None:
-                    alike.setdefault((p.shape, getattr(p, "placements", None)), []).append(p)
-            for parameters in alike.values():
-                self._update(parameters, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
+    def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
+        alike: dict[object, list[Any]] = {}  # matrices of one shape, spread in one way
+        for p in parameters:
+            alike.setdefault((p.shape, getattr(p, "placements", None)), []).append(p)
+        for matrices in alike.values():
+            self._update(matrices, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
 
     def _update(self, parameters: list[Any], lr: float, momentum: float, weight_decay: float) -> None:
-        for p in parameters:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         gradients = [local(p.grad) for p in parameters]
-        momenta = [local(self.state[p]["momentum_buffer"]) for p in parameters]
+        momenta = self.local_state(parameters, "momentum_buffer")
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         ahead = (g.lerp(m, momentum).bfloat16() for g, m in zip(gradients, momenta, strict=True))  # Nesterov's
         size = 0.2 * math.sqrt(max(parameters[0].shape))
@@ -103,12 +128,13 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """One or two torch optimizers that step together under one learning-rate multiplier."""
+    """One or two parts that step together under one learning-rate multiplier."""
 
     def __init__(self, config: OptimizerConfig, names: dict[Tensor, str]):
         """`names` holds the parameters of this process with the names that they have in the whole model."""
         self.config, self.names = config, names
-        self.parts: dict[str, torch.optim.Optimizer] = {}
+        self.parts: dict[str, Part] = {}
+        self.before_step: Callable[[], None] = lambda: None  # whoever reads weights in the background is done then
         hidden = {p: name for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
         decay = config.weight_decay if config.name in ("adamw", "muon") else config.weight_decay / config.lr
@@ -117,13 +143,11 @@ class Optimizer:
         vector_decay = decay if config.decay == "all" else 0.0
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": vector_decay}]
         groups = [group for group in groups if group["params"]]
-        label, lr, betas = LABELS.get(config.name, "AdamW"), config.lr, config.betas
-        if config.name == "lion":
-            self.parts[label] = Lion(groups, lr, betas)
-        else:
-            self.parts[label] = torch.optim.AdamW(groups, lr, betas, config.eps, weight_decay=0.0, fused=True)
+        kind = Lion if config.name == "lion" else AdamW
+        self.parts[LABELS.get(config.name, "AdamW")] = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         if hidden:
-            self.parts["Muon"] = Muon(list(hidden), config.lr, config.momentum, decay)
+            matrix = {"params": list(hidden), "momentum": config.momentum, "weight_decay": decay}
+            self.parts["Muon"] = Muon([matrix], lr=config.lr)
 
     def set_lr(self, multiplier: float) -> None:
         for part in self.parts.values():
@@ -140,16 +164,14 @@ class Optimizer:
 
     def step(self, overflow: Tensor | None = None) -> None:
         """Change the weights, unless `overflow` is 1; only AdamW learns of it without waiting for the device."""
+        self.before_step()
         for part in self.parts.values():
-            if overflow is not None and isinstance(part, torch.optim.AdamW):
-                part.found_inf = overflow  # type: ignore[attr-defined]
-            elif overflow:
-                continue
-            part.step()
+            if isinstance(part, AdamW) or overflow is None or not overflow:
+                part.step(overflow)
 
     def zero_grad(self) -> None:
-        for part in self.parts.values():
-            part.zero_grad(set_to_none=True)
+        for parameter in self.names:
+            parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state, as tensors named `KEY/PARAMETER`, such as `exp_avg/blocks.0.attn.qkv.weight`."""

@@ -57,8 +57,7 @@ class Saving:
             self.uploader = self.saver.uploader = Uploader(config.remote_folder, self.folder, world, self._outdated)
         self.uploaded, self.uploaded_at, self.clock = 0, time.monotonic(), clock
         self.prepared = False
-        for part in optimizer.parts.values():
-            part.register_step_pre_hook(lambda *_: self.saver.before_update())
+        optimizer.before_step = self.saver.before_update
 
     # --- saving
 

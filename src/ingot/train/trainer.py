@@ -123,10 +123,10 @@ class Trainer:
                 "data": json.dumps(self.data.fingerprint()), "recompute": str(recompute),
             })  # fmt: skip
 
-        deterministic = devices.make_deterministic(config, self.device)
+        compiled, compile_why = devices.choose_compile(config, self.device, self.layout)
+        deterministic = devices.make_deterministic(config, self.device, compiled)
         torch.manual_seed(config.seed)
         kernel, why = choose_kernel(config.model, self.device)
-        compiled, compile_why = devices.choose_compile(config, self.device, self.layout)
         if compiled and self.device.type == "cuda":  # on a CPU threads compile
             start_compilers()
         if isinstance(config.activation_checkpointing, float):
