@@ -9,15 +9,13 @@ what `cuda_graphs: auto` does.
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu import Size, build, clean, cut, read_batches, step_times, write
-from gpu_profile import put_table
+from gpu_profile import run_header, show
 
 from ingot.config.load import load_config
 from ingot.model.gpt import flops_per_token
@@ -38,18 +36,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
     if arguments.data.suffix == ".json":
-        text = table(json.loads(arguments.data.read_text())["rows"])
-        if arguments.docs is None:
-            print(text)
-        else:
-            put_table(arguments.docs, "cuda graphs", text + "\n")
+        show(table(json.loads(arguments.data.read_text())["rows"]), arguments.docs, "cuda graphs")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/cuda_graphs.py", *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "rows": [],
-    }  # fmt: skip
+    found: dict[str, Any] = {**run_header(device), "rows": []}
     overrides = [text for text in arguments.models if "=" in text]
     for text in arguments.models:
         if text in overrides:

@@ -30,7 +30,6 @@ import gc
 import hashlib
 import json
 import math
-import shlex
 import statistics
 import sys
 import time
@@ -44,7 +43,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch
 from gpu_peers import PEERS, PeerStep, build_peer
-from gpu_profile import event_times, profile_step, write_docs
+from gpu_profile import event_times, profile_step, run_header, write_docs
 from gpu_train import run_train
 
 from ingot.config.load import load_config
@@ -109,12 +108,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     if arguments.out is not None and arguments.out.exists():
         found = json.loads(arguments.out.read_text())
-    command = shlex.join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
-    found |= {
-        "command": "; ".join([*(c for c in found.get("command", "").split("; ") if c not in ("", command)), command]),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
+    header, before = run_header(device), found.get("command", "").split("; ")
+    commands = [*(command for command in before if command not in ("", header["command"])), header["command"]]
+    found |= header | {"command": "; ".join(commands)}
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:

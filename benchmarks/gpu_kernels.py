@@ -12,7 +12,6 @@ with pauses a kernel meets a cooler card than in a step.
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu import SIZES
-from gpu_profile import event_times, put_table
+from gpu_profile import event_times, run_header, show
 from torch import Tensor, nn
 
 from ingot.config.load import load_config
@@ -43,17 +42,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.found is not None:
         found = json.loads(arguments.found.read_text())
-        text = table(found["rows"])
-        print(text) if arguments.docs is None else put_table(arguments.docs, "kernels", text + "\n")
+        show(table(found["rows"]), arguments.docs, "kernels")
         return
     if not torch.cuda.is_available():
         sys.exit("these kernels need a GPU, and torch finds none")
     copy, product = copy_speed(), product_speed()
     print(f"a copy moves {copy / 1e12:.2f} TB/s, a product does {product / 1e12:.0f} TFLOP/s", flush=True)
     found = {
-        "command": shlex.join(["python", "benchmarks/gpu_kernels.py", *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
-        "device": torch.cuda.get_device_name(), "copy_bytes_per_second": copy, "flops_per_second": product, "rows": [],
+        **run_header(torch.device(DEVICE)), "copy_bytes_per_second": copy, "flops_per_second": product, "rows": [],
     }  # fmt: skip
     for model in arguments.models:
         for kernel in kernels(load_config(RunConfig, [f"mpt-{model}"]), SIZES[model].micro):

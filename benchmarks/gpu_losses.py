@@ -12,15 +12,13 @@ ingot's is. Every loss is kept; the table has the last ones. A reference that is
 
 import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu import CHECKED, SIZES, build, clean, cut, learn, read_batches, run_config, train_reference, write
 from gpu_peers import PeerStep, build_peer
-from gpu_profile import put_table
+from gpu_profile import run_header, show
 
 from ingot.model.init import build_model
 from ingot.train.config import RunConfig
@@ -39,21 +37,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file; rows that it has of other runs are kept")
     arguments = parser.parse_args()
     if arguments.data.suffix == ".json":
-        text = table(json.loads(arguments.data.read_text())["rows"])
-        if arguments.docs is None:
-            print(text)
-        else:
-            put_table(arguments.docs, "losses", text + "\n")
+        show(table(json.loads(arguments.data.read_text())["rows"]), arguments.docs, "losses")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {"rows": []}
     if arguments.out is not None and arguments.out.exists():
         found = json.loads(arguments.out.read_text())
-    found |= {
-        "command": shlex.join(["python", "benchmarks/gpu_losses.py", *sys.argv[1:]]),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
+    found |= run_header(device)
     for model in arguments.models:
         for seed in arguments.seeds:
             for row in train_all(arguments, model, seed, device, found["rows"]):

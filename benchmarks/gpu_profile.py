@@ -2,9 +2,11 @@
 
 import json
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -84,6 +86,20 @@ def write_docs(found: dict[str, Any], page: Path) -> None:
     """Put the tables of the results between their marks."""
     for name, rows in (("profile", _profile(found.get("profile", []))), ("budget", _budgets(found.get("budget", [])))):
         put_table(page, name, "".join(f"| {' | '.join(row)} |\n" for row in rows) or "Not measured yet.\n")
+
+
+def run_header(device: torch.device) -> dict[str, Any]:
+    """What made a file of results."""
+    return {
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }
+
+
+def show(table: str, page: Path | None, name: str) -> None:
+    """Print a table, or put it between the marks of its name on a page."""
+    print(table) if page is None else put_table(page, name, table + "\n")
 
 
 def put_table(page: Path, name: str, table: str) -> None:
