@@ -108,9 +108,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     if arguments.out is not None and arguments.out.exists():
         found = json.loads(arguments.out.read_text())
-    header, before = run_header(device), found.get("command", "").split("; ")
-    commands = [*(command for command in before if command not in ("", header["command"])), header["command"]]
-    found |= header | {"command": "; ".join(commands)}
+    found |= run_header(device, found.get("command", ""))
     wrong = 0
     for model in arguments.models:
         for positions in arguments.positions:

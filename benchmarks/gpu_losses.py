@@ -43,7 +43,7 @@ def main() -> None:
     found: dict[str, Any] = {"rows": []}
     if arguments.out is not None and arguments.out.exists():
         found = json.loads(arguments.out.read_text())
-    found |= run_header(device)
+    found |= run_header(device, found.get("command", ""))
     for model in arguments.models:
         for seed in arguments.seeds:
             for row in train_all(arguments, model, seed, device, found["rows"]):

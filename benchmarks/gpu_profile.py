@@ -88,10 +88,11 @@ def write_docs(found: dict[str, Any], page: Path) -> None:
         put_table(page, name, "".join(f"| {' | '.join(row)} |\n" for row in rows) or "Not measured yet.\n")
 
 
-def run_header(device: torch.device) -> dict[str, Any]:
-    """What made a file of results."""
+def run_header(device: torch.device, before: str = "") -> dict[str, Any]:
+    """What made a file of results: this command, after those `before` whose rows the file keeps."""
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return {
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": "; ".join([*(other for other in before.split("; ") if other not in ("", command)), command]),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }

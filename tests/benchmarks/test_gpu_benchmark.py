@@ -106,7 +106,9 @@ def test_losses_at_the_highest_rate_stand_beside_fp32_and_a_peer(data: Path, tmp
     page.write_text("A\n<!-- losses -->\nold\n<!-- /losses -->\nB\n")
     for seed in (17, 18):
         assert run("gpu_losses.py", data, "--models", "tiny", "--seeds", seed, "--out", out) == 0
-    rows = json.loads(out.read_text())["rows"]
+    found = json.loads(out.read_text())
+    assert found["command"].count("gpu_losses.py") == 2  # rows of both are kept
+    rows = found["rows"]
     assert [(row["seed"], row["system"]) for row in rows] == [
         (seed, system) for seed in (17, 18) for system in ("reference", "ingot", "nanogpt", "nanogpt-bf16")
     ]
