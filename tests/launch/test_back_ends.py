@@ -18,6 +18,7 @@ from ingot.launch.jobs import add_job, read_jobs
 from ingot.launch.kubernetes import state_of
 from ingot.launch.ladder import newest_checkpoint
 from ingot.launch.spec import read_spec
+from ingot.launch.status import _pieces
 
 # answers `get` with the file `object`, keeps what is applied in `applied`
 KUBECTL = """
@@ -87,6 +88,16 @@ def test_a_cluster_that_does_not_answer_leaves_the_state_unknown_and_nothing_don
     put_on_path(monkeypatch, tmp_path / "bin", "kubectl", "sys.exit('connection refused')")
     assert "state: unknown" in ingot("status", str(run)).stdout
     assert "does not answer, so job mine-0abc12 was not ended" in ingot("stop", "--now", str(run)).stdout
+
+
+def test_a_preparation_that_ends_while_its_journals_are_read_is_no_error(tmp_path: Path) -> None:
+    work = tmp_path / ".train.partial"
+    work.mkdir()
+    (work / "journal-0.jsonl").write_text('{"task": "tokenize"}\n{"task": "write"}\n')
+    assert _pieces(tmp_path / "run") == 1
+    (work / "journal-0.jsonl").unlink()
+    (work / "journal-0.jsonl").symlink_to("gone")  # as listed, and gone when it is read
+    assert _pieces(tmp_path / "run") == 0
 
 
 @pytest.mark.parametrize(

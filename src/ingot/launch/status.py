@@ -111,8 +111,11 @@ def _attempts(run: Path) -> int:
 
 def _pieces(run: Path) -> int:
     """Pieces in the journals of the preparation that this folder belongs to."""
-    journals = [path.read_bytes() for path in run.parent.glob(".*.partial/journal*.jsonl")]
-    return sum(journal.count(b'"task": "tokenize"') for journal in journals)
+    pieces = 0
+    with suppress(FileNotFoundError):  # a preparation that ends takes them away, maybe as we look
+        for path in run.parent.glob(".*.partial/journal*.jsonl"):
+            pieces += path.read_bytes().count(b'"task": "tokenize"')
+    return pieces
 
 
 def _seen_in_folder(run: Path) -> str:
