@@ -13,8 +13,9 @@ from test_saver import assert_equal, read, state
 
 import ingot.data.remote as remote_module
 from ingot.checkpoint.manifest import MODEL, steps_in
+from ingot.checkpoint.place import Place, find_places
 from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import Place, Uploader, find_places, newest_good
+from ingot.checkpoint.remote import Uploader, newest_good
 from ingot.checkpoint.store import save_checkpoint
 from ingot.config.load import load_config
 from ingot.data.remote import Remote

@@ -22,6 +22,7 @@ from ingot.errors import CheckpointError
 
 FORMAT = "ingot-checkpoint"
 VERSION = 2
+CHECKPOINTS = "checkpoints"  # in a run folder, with a folder for each step
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a thousand ranks and as many tensors take half of it
 MODEL, OPTIMIZER = "model", "optimizer"  # the two kinds of files; the second holds what only training needs

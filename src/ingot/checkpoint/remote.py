@@ -1,117 +1,26 @@
-"""Checkpoints by URL or path: listed, checked, fetched and uploaded alike, whether they lie in an object store or in a
-folder. The manifest goes up last and is read first, as on a disk.
+"""Checkpoints in an object store or in a folder, fetched and uploaded alike, by all processes together. The manifest
+goes up last and is read first, as on a disk.
 """
 
 import json
-import os
-import re
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
 from msgspec.structs import replace
 
-from ingot.checkpoint.manifest import (
-    MANIFEST,
-    File,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-    steps_in,
-    verify,
-    verify_file,
-    write_manifest,
-)
+from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, read_manifest, steps_in, verify, write_manifest
+from ingot.checkpoint.place import Place, find_places
 from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.store import CHECKPOINTS, DRAFT, put_in_place, share_of
-from ingot.data.remote import Again, NotThere, Remote
+from ingot.checkpoint.store import DRAFT, put_in_place, share_of
+from ingot.data.remote import Remote
 from ingot.errors import CheckpointError, DataError, DiskError, disk_error
 from ingot.parallel.world import World
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
 """What goes along with a checkpoint, so that a run can go on elsewhere."""
-
-
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a checkpoint lies."""
-
-    remote: Remote
-    prefix: str
-    """Of its files' names: `checkpoints/STEP/`, or nothing where the path is the checkpoint's own."""
-
-    def __str__(self) -> str:
-        return f"{self.remote.url}/{self.prefix}".rstrip("/")
-
-    @property
-    def step(self) -> int:
-        """As its folder's name has it."""
-        return int(self.prefix.split("/")[1])
-
-    def manifest(self) -> Manifest:
-        if self.remote.folder is not None:
-            return read_manifest(self.remote.folder / self.prefix)
-        text = self.remote.read(self.prefix + MANIFEST)
-        if text is None:
-            raise CheckpointError(f"{self} is not a checkpoint: it has no {MANIFEST}")
-        return parse_manifest(text, Path(str(self)), f"{self}/{MANIFEST}")
-
-    def check(self, name: str, expected: File) -> None:
-        """Check a file's presence, size and hash."""
-        if self.remote.folder is not None:
-            verify_file(self.remote.folder / self.prefix / name, expected)
-        else:
-            self.fetch(name, expected, Path(os.devnull))
-
-    def fetch(self, name: str, expected: File, target: Path) -> None:
-        """Copy a file here, checked on the way."""
-
-        def attempt() -> None:
-            with target.open("wb") as file:
-                self._stream(name, expected, file.write)
-
-        if self.remote.folder is not None:
-            verify_file(self.remote.folder / self.prefix / name, expected)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.remote.retry(self.prefix + name, attempt)
-        except NotThere:
-            raise CheckpointError(f"checkpoint {self} is incomplete: {name} is missing") from None
-        except OSError as error:
-            raise disk_error("write", target, error) from None
-
-    def _stream(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
-        digest, size = xxhash.xxh3_128(), 0
-        for chunk in self.remote.stream(self.prefix + name):
-            digest.update(chunk)
-            use(chunk)
-            size += len(chunk)
-            if size > expected.bytes:
-                break
-        if size < expected.bytes and self.remote.folder is None and size != self.remote.size(self.prefix + name):
-            raise Again(f"{name} broke off after {size} bytes")
-        if size != expected.bytes:
-            raise CheckpointError(f"{self}/{name} is truncated or changed: the manifest says {expected.bytes} bytes")
-        if digest.hexdigest() != expected.xxh3:
-            raise CheckpointError(f"{self}/{name} is corrupt: its hash differs from the manifest's")
-
-
-def find_places(where: str | Remote) -> list[Place]:
-    """The checkpoints of a run, oldest first, or the one that a path or URL is itself."""
-    remote = Remote(where) if isinstance(where, str) else where
-    if remote.size(MANIFEST) is not None:
-        return [Place(remote, "")]
-    steps = sorted(int(name) for name in remote.names(CHECKPOINTS, required=True) if re.fullmatch("[0-9]+", name))
-    places = [Place(remote, f"{CHECKPOINTS}/{step}/") for step in steps]
-    return [place for place in places if remote.size(place.prefix + MANIFEST) is not None]
 
 
 def newest_good(run: Path, ranks: Ranks, remote: Remote | None = None) -> tuple[Manifest | None, list[str]]:

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.manifest import File, Manifest, file_name, write_manifest
+from ingot.checkpoint.manifest import CHECKPOINTS, File, Manifest, file_name, write_manifest
 from ingot.checkpoint.plan import Plan, Tensors, plan_save
 from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.remote import Uploader
 from ingot.checkpoint.shard import blocks_of, bytes_of, header_of, in_order, write_blocks
-from ingot.checkpoint.store import CHECKPOINTS, DRAFT, put_in_place
+from ingot.checkpoint.store import DRAFT, put_in_place
 from ingot.errors import disk_error
 from ingot.parallel.weights import local
 from ingot.parallel.world import World

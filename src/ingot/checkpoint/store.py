@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ingot.checkpoint.manifest import (
+    CHECKPOINTS,
     MANIFEST,
     MODEL,
     Chunk,
@@ -29,7 +30,6 @@ from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.shard import DTYPES, Shard, write_shard
 from ingot.errors import CheckpointError
 
-CHECKPOINTS = "checkpoints"
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
 RNG = "rng"  # names of the generators' states begin with it and the number of their process
 

@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from ingot.checkpoint.manifest import Manifest
-    from ingot.checkpoint.remote import Place
+    from ingot.checkpoint.place import Place
 
 checkpoint_app = typer.Typer(help="List, verify, show, size, copy and consolidate checkpoints.", no_args_is_help=True)
 Where = Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="Run folder, checkpoint, or the URL of either.")]
@@ -153,9 +153,8 @@ def consolidate(
 
 
 def _places(where: str) -> "list[Place]":
-    from ingot.checkpoint.manifest import MANIFEST
-    from ingot.checkpoint.remote import find_places, is_url
-    from ingot.checkpoint.store import CHECKPOINTS
+    from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
+    from ingot.checkpoint.place import find_places, is_url
     from ingot.errors import CheckpointError
 
     if not is_url(where) and not Path(where).exists():

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ingot.checkpoint.hf import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, remove, steps_in
+from ingot.checkpoint.manifest import CHECKPOINTS, MODEL, OPTIMIZER, Manifest, remove, steps_in
+from ingot.checkpoint.place import find_places, is_url
 from ingot.checkpoint.plan import Tensors
 from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import Uploader, fetch, find_places, is_url, newest_good
+from ingot.checkpoint.remote import Uploader, fetch, newest_good
 from ingot.checkpoint.saver import Saver
 from ingot.checkpoint.shard import DTYPES
-from ingot.checkpoint.store import CHECKPOINTS, DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
+from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
 from ingot.config.time import Clock
 from ingot.errors import CheckpointError, DiskError, disk_error
 from ingot.parallel.world import World

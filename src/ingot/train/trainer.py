@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.checkpoint.manifest import write_atomically
-from ingot.checkpoint.remote import is_url
+from ingot.checkpoint.place import is_url
 from ingot.checkpoint.store import clear_drafts
 from ingot.config.time import Clock
 from ingot.data.dataset import Dataset, open_dataset
