@@ -49,7 +49,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     command = [WEED, "mini", f"-dir={folder / 'data'}", "-bucket=test", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [f"-{name}={value}" for name, value in ports.items()] + ["-admin.ui=false", "-webdav=false"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env={**os.environ, **access})
+        env = {**os.environ, **access, "TMPDIR": str(folder)}  # where its own logs go
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=env)
         try:
             environment = {**access, "AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_REGION": "us-east-1"}
             wait_until_ready(environment, process, folder / "log")
@@ -58,6 +59,9 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             process.kill()
             process.wait()
             shutil.rmtree(folder)
+            for number in ports.values():  # its sockets, which are in /tmp whatever TMPDIR says
+                for path in Path("/tmp").glob(f"seaweedfs-*-{number}.sock"):
+                    path.unlink()
 
 
 def bucket(environment: dict[str, str]):
