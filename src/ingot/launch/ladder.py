@@ -14,8 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ingot.checkpoint.manifest import CHECKPOINTS
 from ingot.errors import EXIT_FAULT, EXIT_GIVEN_UP, EXIT_USER_ERROR
-from ingot.train.run_files import CHECKPOINTS, FAILURES
+from ingot.train.run_files import FAILURES
 
 NO_PROGRESS_LIMIT = 3  # attempts without a new checkpoint
 BACK_OFF_SECONDS = (0.0, 2.0, 10.0)  # before a new attempt, by attempts without progress

@@ -1,8 +1,9 @@
 """The names in a run folder. Apart, so that a launcher can know them without loading torch."""
 
+from ingot.checkpoint.manifest import CHECKPOINTS
+
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
 LOGS = "logs"
 TENSORBOARD = "tensorboard"
