@@ -79,6 +79,13 @@ def test_weights_are_loaded_from_a_url_and_starting_over_forgets_what_is_there(
     assert remote_steps("s3://test/weights") == [2]
 
 
+def test_loading_from_a_url_without_a_checkpoint_is_the_users_mistake(
+    ingot: Ingot, data: Path, store: dict[str, str]
+) -> None:
+    done = ingot("train", *RUN, f"data={data}", "load_path=s3://test/nothing", "save_folder=run", check=False)
+    assert done.returncode == 2 and done.stderr == "error: s3://test/nothing holds no checkpoint\n"
+
+
 def test_two_tiers_copy_fewer_checkpoints_and_each_keeps_its_own(data: Path, tmp_path: Path) -> None:
     run(data, f"save_folder={tmp_path / 'near'}", f"remote_save_folder={tmp_path / 'far'}", "save_interval=2ba",
         "remote_save_interval=5ba", "save_num_checkpoints_to_keep=2", "save_keep_every=4ba")  # fmt: skip

@@ -1,14 +1,19 @@
 """Saving goes on behind the loop, one at a time, and a failure costs nothing that was there."""
 
 import os
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from conftest import TINY
 from safetensors.torch import load_file
 
 import ingot.checkpoint.saver as saver_module
+import ingot.train.saving as saving_module
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
 from ingot.checkpoint.plan import Tensors
 from ingot.checkpoint.ranks import Ranks
@@ -16,6 +21,9 @@ from ingot.checkpoint.remote import newest_good
 from ingot.checkpoint.saver import Saver
 from ingot.checkpoint.shard import write_blocks
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
+from ingot.config.load import load_config
+from ingot.train.config import RunConfig
+from ingot.train.saving import Saving
 
 
 def state(value: float = 1.0) -> Tensors:
@@ -188,3 +196,57 @@ def test_consolidating_gives_the_same_tensors_in_one_file_of_each_kind(tmp_path:
     out = consolidate(read_manifest(path), tmp_path / "out", [MODEL])
     assert sorted(os.listdir(out)) == ["manifest.json", "model.safetensors"]
     assert_equal(read(out), {MODEL: state()[MODEL]})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_closing_waits_for_a_slow_save_unless_other_ranks_may_be_dead(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """A save by several ranks may wait forever for one that has died; a save by one rank finishes, however slow."""
+    monkeypatch.setattr(saving_module, "PATIENCE", 0.05)
+    config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}"])
+    doubles: Any = SimpleNamespace()  # closing needs neither a clock, nor an optimizer, nor a reporter
+    saving = Saving(config, doubles, {}, {}, doubles, doubles, None, None)
+    saving.ranks.count = ranks
+    saving.saver.save(1, state(), {})
+    closing = threading.Thread(target=saving.close, daemon=True)
+    closing.start()
+    closing.join(0.5 if ranks == 1 else 60)
+    assert closing.is_alive() == (ranks == 1)
+    gate.set()
+    closing.join(60)
+    saving.saver.wait()
+    assert not closing.is_alive() and steps_in(tmp_path / "checkpoints") == [1]
+
+
+def test_everything_is_on_disk_before_what_relies_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure: no manifest without its files, no name without its folder, no old checkpoint removed for
+    a new one that is not there."""
+    done: list[str] = []
+
+    def record(module: object, name: str, describe: Any) -> None:
+        plain = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, **options: (done.append(describe(*args)), plain(*args, **options))
+        )
+
+    def named(path: str | Path) -> str:
+        return str(path).replace(str(tmp_path / "checkpoints"), "").replace(str(os.getpid()), "PID") or "/"
+
+    save_checkpoint(tmp_path, 5, state(1), {})
+    record(os, "fsync", lambda descriptor: f"sync {named(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+    record(os, "replace", lambda source, target: f"rename {named(source)} {named(target)}")
+    record(shutil, "rmtree", lambda folder: f"delete {named(folder)}")
+    save_checkpoint(tmp_path, 5, state(2), {})
+    assert done == [
+        "sync /.draft-5-PID/model.safetensors",
+        "sync /.draft-5-PID/optimizer.safetensors",
+        "sync /.draft-5-PID/.manifest.json.PID.tmp",
+        "rename /.draft-5-PID/.manifest.json.PID.tmp /.draft-5-PID/manifest.json",
+        "sync /.draft-5-PID",
+        "rename /5 /.old-5",
+        "rename /.draft-5-PID /5",
+        "sync /",
+        "rename /.old-5 /.remove-.old-5-PID",
+        "delete /.remove-.old-5-PID",
+    ]

@@ -131,6 +131,11 @@ def test_imported_weights_are_where_training_starts(ingot: Ingot, trained: Path,
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row["loss/train/total"] < 5.0  # a fresh model starts near ln 320 = 5.8
 
+    done = ingot("train", "start/config.yaml", *TINY[4:], "max_duration=1ba", f"data={data}", "save_folder=start")
+    assert f"starting from the weights in {Path('start', 'checkpoints', '0')}" in done.stdout
+    (in_place,) = [json.loads(line) for line in (tmp_path / "start" / "metrics.jsonl").read_text().splitlines()]
+    assert in_place["time/batch"] == 1 and in_place["loss/train/total"] == row["loss/train/total"]
+
 
 def test_recipes_can_be_listed_and_shown(ingot: Ingot) -> None:
     listed = ingot("recipes", "list").stdout

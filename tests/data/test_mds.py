@@ -86,6 +86,11 @@ def test_the_index_alone_tells_the_tokens_of_equally_long_samples(tmp_path: Path
     for k, encoding in enumerate(("ndarray:uint16", "bytes")):
         infos = read_index(write_mds(tmp_path / str(k), shards, encoding) / "index.json")
         assert tokens_by_index(infos, "uint16") == [1800, 900, 130]
+    for dtype in ("uint8", "int8"):  # one byte per token: only the width of the length field decides
+        small = [[row.astype(dtype) for row in samples] for samples in shards]
+        folder = write_mds(tmp_path / dtype, small, f"ndarray:{dtype}")
+        assert tokens_by_index(read_index(folder / "index.json"), dtype) == [1800, 900, 130]
+        assert (all_tokens(folder) == flatten(small)).all()
     infos = read_index(write_mds(tmp_path / "ragged", random_shards(), "ndarray:uint16") / "index.json")
     assert tokens_by_index(infos, "uint16") is None
 

@@ -485,7 +485,9 @@ def test_a_tokenizer_that_does_not_match_the_folder_is_refused(
     [
         ({"format": "tfrecord"}, "known are mds and indexed"),
         ({"compression": "gzip"}, "known are zstd"),
-        ({"compression": "zstd:99"}, "known are zstd"),
+        ({"compression": "zstd:0"}, "known are zstd"),
+        ({"compression": "zstd:23"}, "known are zstd"),
+        ({"compression": "zstd:x"}, "known are zstd"),
         ({"compression": "zstd", "format": "indexed"}, "cannot be compressed"),
         ({"token_type": "float32"}, "known are auto"),
         ({"token_type": "uint32", "format": "indexed"}, "known are auto, uint16, int32"),
@@ -502,6 +504,15 @@ def test_a_choice_that_does_not_exist_is_one_sentence(
 ) -> None:
     with pytest.raises(DataError, match=message):
         run(corpus, tmp_path / "out", tokenizer, **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("level", [1, 22])
+def test_the_lowest_and_the_highest_compression_level_are_accepted(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, level: int
+) -> None:
+    run(corpus, tmp_path / "out", tokenizer, compression=f"zstd:{level}", max_samples=4)
+    assert (tmp_path / "out" / "train" / "shard.00000.mds.zstd").is_file()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted as Linux shows them")

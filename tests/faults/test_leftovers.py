@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from runs import Run, assert_as_if_nothing_happened, whole
 
+from ingot.config.secrets import redact
 from ingot.launch.attempt import TEMPORARY
 
 __all__ = ["whole"]
@@ -43,6 +44,12 @@ def test_a_secret_of_the_environment_appears_in_no_file_and_no_argument(data: Pa
     good.end()
     texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(texts) > 10 and not any(secret.encode() in text for text in [*texts, *commands])
+
+
+def test_a_secret_is_redacted_from_six_characters_on() -> None:
+    """A shorter value is a word that texts contain by chance."""
+    assert redact("a xxxxxx b", {"HF_TOKEN": "x" * 6}) == "a <HF_TOKEN> b"
+    assert redact("a xxxxx b", {"HF_TOKEN": "x" * 5}) == "a xxxxx b"
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/data", "https://host/data?sig=abcdef"])

@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, weights, whole
 
 from ingot.report.metrics_file import read_rows
+from ingot.train.config import GuardsConfig
+from ingot.train.guards import Finding, Guard
 
 __all__ = ["whole"]
 
@@ -74,3 +77,26 @@ def test_a_flipped_bit_in_one_replica_is_found_and_the_rank_named(data: Path, tm
     run = Run(data, tmp_path / "run", *replicas, kind="flip", rank=1, batch=10)
     assert "after batch 12, rank 1 holds other weights than its replicas" in run.run()
     assert_as_if_nothing_happened(run.folder, calm.folder)
+
+
+def jump_after(losses: list[float], jump: float, **guards: object) -> Finding | None:
+    guard = Guard(GuardsConfig.model_validate({"spike": "skip", **guards}), lambda loss: loss, scaled=False)
+    for batch, loss in enumerate(losses, 1):
+        assert guard.look(batch, torch.tensor(loss), torch.tensor(1.0)) is None
+    return guard.look(len(losses) + 1, torch.tensor(jump), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(("window", "needed"), [(40, 10), (8, 8)])
+def test_the_spike_guard_wakes_after_a_quarter_of_its_window_and_at_least_eight_losses(
+    window: int, needed: int
+) -> None:
+    assert jump_after([2.0] * (needed - 1), 100.0, spike_window=window) is None
+    assert jump_after([2.0] * needed, 100.0, spike_window=window) == Finding(
+        needed + 1, "the loss jumped to 100.0000, 49000.0 robust deviations above 2.0000,", "skip"
+    )
+
+
+@pytest.mark.parametrize(("score", "found"), [(4.99, False), (5.01, True)])
+def test_a_spike_is_a_loss_beyond_the_threshold_in_robust_deviations(score: float, found: bool) -> None:
+    losses = [2.0, 4.0] * 5  # median 3; each is 1 away from it, which is 1.4826 robust deviations of a normal variable
+    assert bool(jump_after(losses, 3 + 1.4826 * score, spike_threshold=5, spike_window=40)) == found

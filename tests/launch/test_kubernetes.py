@@ -104,8 +104,10 @@ def test_secrets_travel_by_reference_alone(kind: str, monkeypatch: pytest.Monkey
         render(spec(secrets=["HF_TOKEN"]), kind, LAUNCH)
     with pytest.raises(ConfigError, match="value of HF_TOKEN"):
         render(spec(arguments=["--", "mpt-125m", "data=hf_0123456789"]), kind, LAUNCH)
-    with pytest.raises(ConfigError, match="use --secret HF_TOKEN"):
-        spec(env={"HF_TOKEN": "hf_0123456789"})
+    for secret in ("hf_0123456789", "x" * 6):
+        with pytest.raises(ConfigError, match="use --secret HF_TOKEN"):
+            spec(env={"HF_TOKEN": secret})
+    assert spec(env={"HF_TOKEN": "x" * 5}).env  # too short to be one
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,28 @@ def test_every_axis_but_replicate_lowers_the_estimate(axis: str) -> None:
     assert total(**{axis: 4}) < total(**{axis: 2}) < total() == total(replicate=4)
 
 
+@pytest.mark.parametrize(
+    ("precision", "changes", "stream", "inputs", "products", "cheap"),
+    [
+        # In units of d_model=64 values: 2 inputs of norms are as wide as the model. The products save q (1), k and v
+        # (2 x 1/2), the output of attention (1) and the input of GELU (4); the cheap rest is the input of the output
+        # projection (1) and of the last product (4), and q and k before they are rotated or normalized (1 + 1/2).
+        ("bf16", {}, 2, 2, 7, 5),
+        ("bf16", {"positions": "rotary"}, 2, 2, 7, 6.5),
+        ("bf16", {"qk_ln": True}, 2, 2, 7, 6.5),
+        ("fp32", {}, 2, 2, 7, 5),
+        ("fp32", {"positions": "rotary"}, 2, 2, 7, 6.5),
+    ],
+)
+def test_the_activations_of_a_token_and_layer_are_those_counted_by_hand(
+    precision: str, changes: dict[str, str], stream: float, inputs: float, products: float, cheap: float
+) -> None:
+    model = MODEL.model_copy(update={"n_kv_heads": 2, "positions": "learned", **changes})
+    needs = memory_needs(model, Layout(), ParallelConfig(), Work(64, micro=3, precision=precision))
+    values = 64 * (stream + inputs + products + cheap)
+    assert needs.activations / (3 * 64 * model.n_layers) == {"bf16": 2, "fp32": 4}[precision] * values
+
+
 @pytest.mark.parametrize(("room", "size"), [(99, 1), (119, 2), (139, 4), (159, 6), (160, 8), (10_000, 8)])
 def test_the_microbatch_is_the_largest_on_the_line_through_the_last_two_tries(room: int, size: int) -> None:
     peaks = {1: 95, 2: 100, 4: 120}  # the first is mostly something else; then 10 for each sequence
