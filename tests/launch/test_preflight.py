@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cluster import Cluster, cluster
 from specs import spec
 from test_slurm import Launched
 
+import ingot.launch.worker as worker_module
+from ingot.errors import EXIT_FAULT
 from ingot.launch.blame import (
     Problem,
     clock_offsets,
@@ -28,7 +31,9 @@ from ingot.launch.blame import (
 )
 from ingot.launch.examine import gpu_problem, nvlink_problem, resolve
 from ingot.launch.ladder import read_failures
+from ingot.launch.node import NODES_VARIABLE
 from ingot.launch.preflight import AskedToStop, Preflight
+from ingot.launch.worker import Worker
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow
@@ -279,6 +284,29 @@ def test_a_signal_ends_the_wait_for_the_others(tmp_path: Path, monkeypatch: pyte
         Preflight(alone, "1", 1, {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000"}).run(lambda verdict: None)
     thread.join()
     assert signal.getsignal(signal.SIGUSR2) == before and json.loads(report.read_text())["rank"] == 1
+
+
+@pytest.mark.parametrize("image", [None, "/apps/ingot.sqsh"])
+def test_a_node_that_cannot_report_stays_longer_than_the_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: str | None
+) -> None:
+    """Its end would end them, before they have named it."""
+    waits, stays = [], []
+
+    def exchange(self: Preflight, stage: str, own: object, seconds: float, ranks: object) -> None:
+        waits.append(seconds)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Preflight, "_exchange", exchange)
+    monkeypatch.setattr(worker_module, "time", SimpleNamespace(sleep=stays.append))
+    for name, value in {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000", NODES_VARIABLE: "n1,n2"}.items():
+        monkeypatch.setenv(name, value)
+    folders = {"run_folder": str(tmp_path), "workdir": str(tmp_path)}
+    node = Worker(spec(verb="prepare", arguments=[], image=image, **folders), {})
+    assert node._preflight() == EXIT_FAULT
+    monkeypatch.setattr(sys, "argv", ["worker", "--spec", str(tmp_path / "absent.json")])
+    assert worker_module.main() == EXIT_FAULT  # without the spec it cannot know whether there is an image
+    assert len(waits) == 1 and len(stays) == 2 and min(stays) >= 2 * waits[0]
 
 
 def test_preflight_can_be_left_out() -> None:

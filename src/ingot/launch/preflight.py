@@ -43,6 +43,11 @@ ROUND_SECONDS = 20.0  # for an all-reduce
 POLL_SECONDS = 0.05
 
 
+def report_limit(spec: LaunchSpec | None) -> float:
+    """Seconds to wait for the other nodes' reports; without a spec, the longest that they may wait."""
+    return REPORT_SECONDS if spec is not None and spec.image is None else IMAGE_SECONDS
+
+
 class AskedToStop(Exception):
     """A signal came meanwhile."""
 
@@ -104,7 +109,7 @@ class Preflight:
             # torch is imported there while the nodes look at themselves and wait for each other
             probe = stack.enter_context(self._probe(0)) if measure else None
             report = examine(spec, self.profile, self.host, self.rank, self.env)
-            limit = REPORT_SECONDS if spec.image is None else IMAGE_SECONDS
+            limit = report_limit(spec)
             found = self._exchange(".", asdict(report), limit, range(spec.nodes))
             reports = [Report(**content) for content in found]
             problems = self._missing(reports, limit)

@@ -40,7 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if not options.spec.exists() and "," in os.environ.get(NODES_VARIABLE, ""):
-            return _left_out(f"{options.spec} is not there: this node does not share the run folder")
+            return _left_out(f"{options.spec} is not there: this node does not share the run folder", None)
         spec = read_spec(options.spec)
         if options.check:
             return Worker(spec, os.environ).check()
@@ -150,7 +150,7 @@ class Worker:
         except AskedToStop:
             return self._end(EXIT_CONTINUE)
         except OSError as error:
-            return _left_out(f"cannot use {self.spec.folder} on this node: {error}")
+            return _left_out(f"cannot use {self.spec.folder} on this node: {error}", self.spec)
         if self.rank == 0 or verdict.problems:
             lines = [*(problem.message for problem in verdict.problems), *verdict.notes]
             print("\n".join(f"preflight: {line}" for line in lines), file=sys.stderr)
@@ -206,12 +206,12 @@ class Worker:
                 resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
 
 
-def _left_out(reason: str) -> int:
+def _left_out(reason: str, spec: LaunchSpec | None) -> int:
     """This node cannot tell the others; it stays until they have named it, since its end would end them first."""
-    from ingot.launch.preflight import REPORT_SECONDS
+    from ingot.launch.preflight import report_limit
 
     print(f"{socket.gethostname()}: error: {reason}", file=sys.stderr, flush=True)
-    time.sleep(2 * REPORT_SECONDS)
+    time.sleep(2 * report_limit(spec))  # the others may start that much later; their end ends this one
     return EXIT_FAULT
 
 
