@@ -1,8 +1,10 @@
-"""Profiles and defaults; and, for each profile and each back end, what is rendered, word for word.
+"""Profiles and defaults; and what each back end renders for each profile, byte for byte.
 
-After a change that is meant: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_profiles.py, and read the difference.
+golden/BACK_END.txt is the text for one profile, golden/PROFILE.diff what is different for another. After an intended
+change: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_profiles.py, and read the difference.
 """
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -19,26 +21,51 @@ from ingot.launch.submit import scripts
 
 GOLDEN = Path(__file__).parent / "golden"
 BACK_ENDS = ("slurm", "prepare", "jobset", "trainjob", "pytorchjob")
+BASE = "tcp"
+OTHERS = [name for name in profile_names() if name != BASE]
 NEEDED = ("aws-p4d", "aws-p5", "aws-p5en", "aws-g6", "azure-ndv4", "azure-ndv5", "infiniband", "tcp", "cpu")
 RUN = ["mpt-125m", "data=/data/c4", "save_folder=/data/runs/x"]
 
 
-@pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("profile", profile_names())
-def test_rendered_as_agreed(profile: str, back_end: str) -> None:
+def rendered(profile: str, back_end: str) -> str:
     chosen = spec(profile=profile, gpus_per_node=find_profile(profile).gpus_per_node, env={"NCCL_DEBUG": "INFO"})
     if back_end == "slurm":
         squash = {"image": "/apps/ingot.sqsh", "mounts": ["/data:/data"], "partition": "gpu", "chain": 3, "spares": 1}
-        text = render_script(chosen.model_copy(update=squash))
-    elif back_end == "prepare":
+        return render_script(chosen.model_copy(update=squash))
+    if back_end == "prepare":
         changes = {"verb": "prepare", "gpus_per_node": 0, "image": "/apps/ingot.sqsh", "stage": "/nvme/images"}
-        text = "\n".join(scripts(chosen.model_copy(update=changes)).values())
-    else:
-        text = render_manifest(chosen, back_end, LAUNCH)  # type: ignore[arg-type]
-    path = GOLDEN / f"{profile}-{back_end}.txt"
+        return "\n".join(scripts(chosen.model_copy(update=changes)).values())
+    return render_manifest(chosen, back_end, LAUNCH)  # type: ignore[arg-type]
+
+
+def assert_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
     if os.environ.get("INGOT_UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), f"{path} differs; see the head of this file"
+        path.write_text(text, encoding="utf-8", newline="")
+    with path.open(encoding="utf-8", newline="") as file:
+        assert text == file.read(), f"{path} differs; see the top of this file"
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+def test_every_back_end_renders_its_golden_text(back_end: str) -> None:
+    assert_golden(f"{back_end}.txt", rendered(BASE, back_end))
+
+
+@pytest.mark.parametrize("profile", OTHERS)
+def test_every_other_profile_differs_from_it_by_its_golden_lines(profile: str) -> None:
+    """Without context, but with line numbers: together with the text of the base they determine every byte."""
+    differences = [
+        line
+        for back_end in BACK_ENDS
+        for line in difflib.unified_diff(
+            rendered(BASE, back_end).splitlines(keepends=True),
+            rendered(profile, back_end).splitlines(keepends=True),
+            f"{back_end} {BASE}",
+            f"{back_end} {profile}",
+            n=0,
+        )
+    ]
+    assert_golden(f"{profile}.diff", "".join(differences))
 
 
 @pytest.mark.parametrize("profile", profile_names())
@@ -53,7 +80,8 @@ def test_a_container_is_told_every_variable_that_is_set(profile: str) -> None:
 
 
 def test_no_golden_file_is_left_without_its_profile() -> None:
-    assert {path.stem for path in GOLDEN.iterdir()} == {f"{p}-{b}" for p in profile_names() for b in BACK_ENDS}
+    expected = {f"{back_end}.txt" for back_end in BACK_ENDS} | {f"{profile}.diff" for profile in OTHERS}
+    assert {path.name for path in GOLDEN.iterdir()} == expected
 
 
 def test_the_promised_profiles_are_there_and_give_a_reason_for_each_variable() -> None:
