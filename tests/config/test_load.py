@@ -51,6 +51,13 @@ def test_resolvers_that_run_code_are_refused(tmp_path: Path, value: str) -> None
     assert "calls a resolver" in error_of(write(tmp_path, BASE + f'name: "{value}"\n'))
 
 
+@pytest.mark.parametrize("key", ["data.train.split", "data.eval.split", "data.train.mix.a.split"])
+@pytest.mark.parametrize("value", ["../x", "/x", "a/../../x", "..", ".x", "''", "a\\b", '"a\\0b"'])
+def test_a_split_to_read_is_one_plain_name(key: str, value: str) -> None:
+    where = [f"{key.rpartition('.')[0]}.path=p", *(["data.train.path=p"] if "eval" in key else [])]
+    assert f"command line: {key} = " in (error := error_of(*where, f"{key}={value}")) and "one plain name" in error
+
+
 def test_a_misspelt_key_names_file_line_and_the_closest_key(tmp_path: Path) -> None:
     path = write(tmp_path, BASE.replace("d_model", "d_modle"))
     assert error_of(path) == f"{path}:5: unknown key model.d_modle; did you mean model.d_model?"

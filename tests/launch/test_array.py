@@ -150,6 +150,7 @@ def test_a_dry_run_prints_both_scripts_and_the_spec_and_touches_nothing(
         (["--out_root", "out"], "give either --path"),
         (["--path", "a.txt"], "give either --out_root"),
         (["--path", "a.txt", "--out_root", "out", "--concat_token", "3"], "--concat_token"),
+        (["--path", "a.txt", "--out_root", "out", "--split", "../x"], "one plain name"),
         (["--path", "a.txt", "--out_root", "o;ut"], "run_folder"),
         (["--path", "a.txt", "--out_root", "out", "-p", "a b"], "partition"),
     ],
