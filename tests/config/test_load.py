@@ -58,6 +58,23 @@ def test_a_split_to_read_is_one_plain_name(key: str, value: str) -> None:
     assert f"command line: {key} = " in (error := error_of(*where, f"{key}={value}")) and "one plain name" in error
 
 
+@pytest.mark.parametrize(
+    "value", ["../../x", "/x", "a/../../x", "..", ".x", "' '", "a\\b", '"a\\0b"', '"a\\nb"', "x/y", "${tokenizer}"]
+)
+def test_the_name_of_a_run_is_one_plain_name(value: str) -> None:
+    assert (
+        "command line: name = " in (error := error_of("tokenizer=../x", f"name={value}")) and "one plain name" in error
+    )
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [("my run", "my run"), (".hidden", "hidden"), ("..", "run"), ("a\\b\n", "a-b-"), ("x" * 240, "x" * 200)],
+)
+def test_a_file_names_its_run_plainly(stem: str, name: str, tmp_path: Path) -> None:
+    assert load_config(RunConfig, [write(tmp_path, BASE, f"{stem}.yaml")]).name == name
+
+
 def test_a_misspelt_key_names_file_line_and_the_closest_key(tmp_path: Path) -> None:
     path = write(tmp_path, BASE.replace("d_model", "d_modle"))
     assert error_of(path) == f"{path}:5: unknown key model.d_modle; did you mean model.d_model?"

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ingot.config.arguments import read_script, read_words
 from ingot.config.dialects import DIALECTS
 from ingot.config.dialects.table import Dialect, Translation, ancestors, flatten
+from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
 from ingot.config.schema import closest_key, known_keys
 from ingot.config.secrets import strings_in
@@ -69,7 +70,7 @@ def load_config(
             merged = _merge(merged, _expand(_read_override(override, origins), schema), f"command line: {override}")
         values = _resolve(merged, origins)
     if "name" in schema.model_fields and command.sources:
-        values.setdefault("name", command.sources[0].path.stem)
+        values.setdefault("name", plain_name_from(command.sources[0].path.stem))
     return validate(schema, values, origins)
 
 

@@ -12,3 +12,9 @@ def plain_name(value: str) -> str:
             "characters, no space at either end"
         )
     return value
+
+
+def plain_name_from(text: str) -> str:
+    """The plain name closest to that of a file or folder, for a run that was not given one."""
+    name = "".join(c if c.isprintable() and c not in "/\\" else "-" for c in text).lstrip(". ")
+    return name.encode()[:_MOST_BYTES].decode(errors="ignore").rstrip() or "run"
