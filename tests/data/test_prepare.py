@@ -23,7 +23,7 @@ from ingot.data.dataset import locate
 from ingot.data.engine import choose_engine
 from ingot.data.files import write_json
 from ingot.data.inspect import find_splits
-from ingot.data.prepare import prepare
+from ingot.data.prepare import PrepareReport, prepare
 from ingot.data.prepare_pool import Pool, WorkerProcess
 from ingot.data.prepare_run import Preparation, SplitReport
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
@@ -671,14 +671,38 @@ def test_the_peers_ways_to_write_arguments_are_understood() -> None:
 def test_llm_foundrys_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tok")
     out = tmp_path / "out"
-    printed = command(
-        "--path", str(corpus), "--out_root", str(out), "--splits", "train", "val_xxsmall", "--concat_tokens", "64",
-        "--tokenizer", str(tmp_path / "tok"), "--eos_text", "<|endoftext|>", "--compression", "zstd", "--num_workers", "0",
+    printed = "".join(
+        command(
+            "--path", str(corpus), "--out_root", str(out), "--splits", split, "--concat_tokens", "64",
+            "--tokenizer", str(tmp_path / "tok"), "--eos_text", "<|endoftext|>", "--compression", "zstd", "--num_workers", "0",
+        )
+        for split in ("train", "val_xxsmall")
     )  # fmt: skip
     assert sorted(p.name for p in out.iterdir()) == ["tokenizer", "train", "val_xxsmall"]
     assert (out / "train" / "shard.00000.mds.zstd").is_file()
     assert "train: 400 documents" in printed and "longest:" in printed and "ingot train" in printed
     assert "val_xxsmall: about " in printed  # samples were left out, so how much text they hold is not known exactly
+
+
+@pytest.mark.parametrize("splits", [["--splits", "train", "val"], ["--split", "train,val"], ["--split=a", "--split=b"]])
+def test_several_splits_of_the_same_files_are_refused(splits: list[str], corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"same documents .* once per split, with that split's files"):
+        command("--path", str(corpus), "--out_root", str(tmp_path / "out"), *splits)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_splits_of_a_hub_data_set_are_each_read_from_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, object]] = []
+
+    def noted(input: object, *arguments: object, **options: object) -> PrepareReport:
+        asked.append((input, options["split"]))
+        return PrepareReport({}, 0.0, "none", "", 0, 0, 0, 0)
+
+    monkeypatch.setattr("ingot.data.prepare.prepare", noted)  # the hub cannot be reached
+    command("--dataset", "allenai/c4", "--data_subset", "en", "--out_root", str(tmp_path), "--splits", "train", "val")
+    assert asked == [(["hf://allenai/c4?en#train"], "train"), (["hf://allenai/c4?en#validation"], "val")]
 
 
 def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ def prepare(
         str | None, typer.Option("--output_prefix", help="Write PREFIX_KEY_document.bin and .idx, as Megatron does.")
     ] = None,
     split: Annotated[
-        list[str] | None, typer.Option("--split", "--splits", help="train, val, train_small, ...: plain names.")
+        list[str] | None,
+        typer.Option(
+            "--split", "--splits", help="train, val, train_small, ...: plain names; several only with --dataset."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -246,6 +249,11 @@ def check_options(given: Mapping[str, Any]) -> list[str]:
     splits = [s for item in given["split"] or ["train"] for s in re.split(r"[,\s]+", item.strip(", \t\n"))]
     for name in splits:
         check_names(name)
+    if given["path"] and len(splits) > 1:
+        raise DataError(
+            f"--splits {' '.join(splits)}: each would get the same documents of --path; "
+            "run `ingot prepare` once per split, with that split's files as --path"
+        )
     if given["output_prefix"] is not None and len(splits) > 1:
         raise DataError("--output_prefix takes one split; call it once for each")
     return splits
