@@ -502,6 +502,21 @@ def test_the_command_refuses_every_split_before_it_writes_the_first(split: str, 
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "lines"), [({"num_workers": 2}, 1), ({"share": (0, 3)}, 1), ({"share": (1, 3)}, 0)], ids=str
+)
+def test_what_a_folder_holds_and_is_not_read_is_said_once(
+    options: dict, lines: int, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("a.txt", "b.md", "c.py", "d.py"):
+        (text / name).write_text(document(7))
+    said: list[str] = []
+    run(text, tmp_path / "out", tokenizer, show=said.append, **options)
+    assert [line.partition(" (")[0] for line in said if "skipped" in line] == ["skipped 3 files: 2 .py, 1 .md"] * lines
+
+
 def test_a_field_whose_name_is_a_path_does_not_name_a_pair_of_files(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -74,7 +74,8 @@ def prepare(
             "--path",
             "--input",
             "--input_folder",
-            help="Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip.",
+            help="Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip; "
+            "from a folder only these, by a glob any text.",
         ),
     ] = None,
     dataset: Annotated[

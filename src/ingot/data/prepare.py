@@ -104,8 +104,8 @@ def prepare(
     if len(keys) > 1 and format == "mds":
         raise DataError("several json_keys need format=indexed: an MDS data set here has one column")
     inputs = [input] if isinstance(input, str | Path) else list(input)
-    files = find_files(inputs)
     reporter = Reporter(show)
+    files = find_files(inputs, None if share and share[0] else reporter.say)  # of several processes the first says it
     small = sum(f.size for f in files) <= _SMALL_INPUT and all(f.format != "hub" for f in files)
     workers = _worker_count(num_workers, memory, small, reporter)
     starting = closing(Pool(workers, tokenizes=tokenizer is not None)) if workers else nullcontext()
