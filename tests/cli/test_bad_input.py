@@ -45,6 +45,15 @@ def test_a_wrong_setting_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("verb", [["train"], ["launch", "slurm", "--dry-run"], ["launch", "local", "--dry-run"]])
+def test_a_name_that_leads_out_of_runs_is_refused(verb: list[str], ingot: Ingot, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    options = [*TINY, f"data={data}", "name=../../escaped", "save_folder=null"]
+    message = refused(ingot, *verb, *options, cwd=tmp_path / "here")
+    assert "name = '../../escaped': must be one plain name" in message
+    assert [path.name for path in tmp_path.rglob("*")] == ["here"]
+
+
 def test_an_empty_data_folder_is_refused(ingot: Ingot, tmp_path: Path) -> None:
     (tmp_path / "empty" / "train").mkdir(parents=True)
     message = refused(ingot, "train", *TINY, "data.train.path=empty", "data.train.split=train", "save_folder=run")

@@ -51,6 +51,79 @@ def test_resolvers_that_run_code_are_refused(tmp_path: Path, value: str) -> None
     assert "calls a resolver" in error_of(write(tmp_path, BASE + f'name: "{value}"\n'))
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["${seed}${oc.env:SECRET}", "${seed}-${oc.env:SECRET,x}", "${ oc.env:SECRET}", "${a.${oc.env:SECRET}}", "${oc.decode:${oc.env:SECRET}}",
+     "\\${oc.env:SECRET}", "\\\\${oc.env:SECRET}", "$${seed}{oc.env:SECRET}", "${dollar}{oc.env:SECRET}",
+     "${oc.create:{a:${oc.env:SECRET}}}", "\\${seed}"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "place", ["file", "override", "nested", "list", "base", "foundry", "neox", "words", "script", "MODEL_ARGS"]
+)
+def test_no_form_of_a_resolver_is_ever_called(
+    place: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "s3cr3tVALUE99")
+    text = json.dumps(value)  # quoted for YAML
+    arguments, base = [write(tmp_path, f"{BASE}name: a\ntokenizer: {text}\ndollar: $\n")], None
+    if place in ("override", "base"):
+        arguments = [write(tmp_path, BASE + "dollar: $\n"), *([f"tokenizer={text}"] if place == "override" else [])]
+        base = {"tokenizer": value} if place == "base" else None
+    elif place == "nested":
+        arguments = [write(tmp_path, BASE.replace("llama", text) + "dollar: $\n")]
+    elif place == "list":
+        arguments = [write(tmp_path, BASE + f"dollar: $\nlist: [1, [{text}]]\n")]
+    elif place == "foundry":
+        arguments = [write(tmp_path, f"max_seq_len: 8\ndollar: $\nrun_name: {text}\ntrain_loader:\n  name: text\n")]
+    elif place == "neox":
+        arguments = [write(tmp_path, f"num-layers: 2\nhidden-size: 8\ndollar: $\nsave: {text}\n", "x.yml")]
+    elif place == "words":
+        arguments = ["--dollar", "$", "--num-layers", "2", "--save", value]
+    elif place == "script":
+        arguments = [write(tmp_path, f"ARGS=(\n --num-layers 2\n --dollar '$'\n --save '{value}'\n)\n", "run.sh")]
+    elif place == "MODEL_ARGS":
+        arguments = [write(tmp_path, f"TEST_TYPE: x\ndollar: $\nMODEL_ARGS: {text}\n")]
+    with pytest.raises(ConfigError) as caught:
+        load_config(RunConfig, arguments, base)
+    message = str(caught.value)
+    assert "s3cr3t" not in message
+    if place == "MODEL_ARGS" and "${oc" not in value:
+        return  # text in place of a mapping is dropped before it could be put together
+    assert "${other.key}" in message or (place == "script" and "takes it from elsewhere" in message), message
+
+
+@pytest.mark.parametrize("key", ["${oc.env:SECRET}", "model.${oc.env:SECRET}", "data.train.mix.${oc.env:SECRET}.path"])
+def test_a_key_is_never_interpolated(key: str, tmp_path: Path) -> None:
+    message = error_of(f"{key}=3")
+    assert message.startswith("command line: a key may not contain ${...}") and repr(key) in message
+    assert "run.yaml:9: a key may not" in error_of(write(tmp_path, BASE + f"'{key}': 3\n"))
+    assert "a key may not" in error_of(write(tmp_path, BASE + f"x: [{{'{key}': 3}}]\n"))
+
+
+@pytest.mark.parametrize("key", ["data.train.split", "data.eval.split", "data.train.mix.a.split"])
+@pytest.mark.parametrize("value", ["../x", "/x", "a/../../x", "..", ".x", "''", "a\\b", '"a\\0b"'])
+def test_a_split_to_read_is_one_plain_name(key: str, value: str) -> None:
+    where = [f"{key.rpartition('.')[0]}.path=p", *(["data.train.path=p"] if "eval" in key else [])]
+    assert f"command line: {key} = " in (error := error_of(*where, f"{key}={value}")) and "one plain name" in error
+
+
+@pytest.mark.parametrize(
+    "value", ["../../x", "/x", "a/../../x", "..", ".x", "' '", "a\\b", '"a\\0b"', '"a\\nb"', "x/y", "${tokenizer}"]
+)
+def test_the_name_of_a_run_is_one_plain_name(value: str) -> None:
+    assert (
+        "command line: name = " in (error := error_of("tokenizer=../x", f"name={value}")) and "one plain name" in error
+    )
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [("my run", "my run"), (".hidden", "hidden"), ("..", "run"), ("a\\b\n", "a-b-"), ("x" * 240, "x" * 200)],
+)
+def test_a_file_names_its_run_plainly(stem: str, name: str, tmp_path: Path) -> None:
+    assert load_config(RunConfig, [write(tmp_path, BASE, f"{stem}.yaml")]).name == name
+
+
 def test_a_misspelt_key_names_file_line_and_the_closest_key(tmp_path: Path) -> None:
     path = write(tmp_path, BASE.replace("d_model", "d_modle"))
     assert error_of(path) == f"{path}:5: unknown key model.d_modle; did you mean model.d_model?"

@@ -22,12 +22,13 @@ from ingot.data.config import SourceConfig
 from ingot.data.dataset import locate
 from ingot.data.engine import choose_engine
 from ingot.data.files import write_json
-from ingot.data.prepare import prepare
+from ingot.data.inspect import find_splits
+from ingot.data.prepare import PrepareReport, prepare
 from ingot.data.prepare_pool import Pool, WorkerProcess
 from ingot.data.prepare_run import Preparation, SplitReport
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
-from ingot.errors import DataError, DiskError
+from ingot.errors import ConfigError, DataError, DiskError
 
 WORDS = [
     "the",
@@ -471,6 +472,126 @@ def test_an_output_folder_with_other_content_is_left_alone(corpus: Path, tokeniz
     assert (tmp_path / "out" / "train" / "precious.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../x", "a/../../x", "a/b", "/abs", ".hidden", "a\\b", "a\0b", "a\nb", " ", "x" * 201, "tokenizer"],
+)
+def test_a_split_that_is_not_one_plain_name_is_refused_and_nothing_is_written(
+    name: str, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    victim = tmp_path / "x"
+    victim.mkdir()
+    (victim / "precious.txt").write_text("mine")
+    before = content(tmp_path)
+    for options in {}, {"reprocess": True}, {"format": "indexed"}, {"share": (0, 2)}:
+        with pytest.raises(DataError, match="split="):
+            run(corpus, tmp_path / "out", tokenizer, split=name, **options)
+    if name != "tokenizer":
+        with pytest.raises(ConfigError, match="split = "):
+            find_splits(str(tmp_path), name)
+    assert content(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("split", ["../x", "train,../x", "", ",", "/tmp/x", "a/../../x"])
+def test_the_command_refuses_every_split_before_it_writes_the_first(split: str, corpus: Path, tmp_path: Path) -> None:
+    options = ["--out_root", str(tmp_path / "a" / "out"), f"--split={split}", "--concat_tokens", "64"]
+    with pytest.raises(DataError, match=r"split=.* must be one plain name"):
+        command("--path", str(corpus), *options)
+    with pytest.raises(DataError, match=r"split=.* must be one plain name"):
+        command("--dataset", "allenai/c4", *options)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"), [({"num_workers": 2}, 1), ({"share": (0, 3)}, 1), ({"share": (1, 3)}, 0)], ids=str
+)
+def test_what_a_folder_holds_and_is_not_read_is_said_once(
+    options: dict, lines: int, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("a.txt", "b.md", "c.py", "d.py"):
+        (text / name).write_text(document(7))
+    said: list[str] = []
+    run(text, tmp_path / "out", tokenizer, show=said.append, **options)
+    assert [line.partition(" (")[0] for line in said if "skipped" in line] == ["skipped 3 files: 2 .py, 1 .md"] * lines
+
+
+def test_a_field_whose_name_is_a_path_does_not_name_a_pair_of_files(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"json_keys=.*must be one plain name"):
+        run(corpus, tmp_path / "out", tokenizer, format="indexed", json_keys="a/../../../x")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.jsonl"]
+
+
+def test_reprocess_removes_only_what_prepare_wrote(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    (out / "train").mkdir(parents=True)
+    victim.mkdir()
+    for folder in out / "train", victim:
+        (folder / "precious.txt").write_text("mine")
+        write_json(folder / "index.json", {"shards": []})
+        write_json(folder / "meta.json", {"made": "by another tool"})
+    before = content(tmp_path)
+    with pytest.raises(DataError, match="out/train: not removed"):
+        run(corpus, out, tokenizer, reprocess=True)
+    (out / "val").symlink_to(victim)
+    with pytest.raises(DataError, match="out/val: not removed"):
+        run(corpus, out, tokenizer, split="val", reprocess=True)
+    with pytest.raises(DataError, match="out/val: already there"):
+        run(corpus, out, tokenizer, split="val")
+    (out / "pair").mkdir()
+    (out / "pair" / "pair_text_document.bin").write_bytes(b"of Megatron")
+    with pytest.raises(DataError, match="pair_text_document: not removed"):
+        run(corpus, out, tokenizer, split="pair", format="indexed", reprocess=True)
+    assert (out / "pair" / "pair_text_document.bin").read_bytes() == b"of Megatron"
+    (out / "val").unlink()
+    assert {k: v for k, v in content(tmp_path).items() if "pair" not in k} == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "link inside"])
+def test_a_work_folder_that_prepare_did_not_make_is_left_alone(
+    kind: str, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    work = out / ".train.partial"
+    for folder in out, victim:
+        folder.mkdir()
+    (victim / "precious.txt").write_text("mine")
+    if kind == "link":
+        work.symlink_to(victim)
+    else:
+        work.mkdir()
+        if kind == "link inside":
+            (work / "parts").symlink_to(victim)
+        else:
+            (work / "precious.txt").write_text("mine")
+    before = content(tmp_path)
+    for reprocess in False, True:
+        with pytest.raises(DataError, match=r"\.train\.partial.* move it away"):
+            run(corpus, out, tokenizer, reprocess=reprocess)
+    assert content(tmp_path) == before and not (out / "train").exists()
+
+
+@pytest.mark.parametrize("format", ["mds", "indexed"])
+def test_reprocess_removes_a_result_and_the_rest_of_a_run_that_was_killed(
+    format: str, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    run(corpus, tmp_path / "undisturbed", tokenizer, format=format)
+    run(corpus, tmp_path / "out", tokenizer, format=format, max_document_bytes=1 << 20)
+    run(corpus, tmp_path / "out", tokenizer, format=format, reprocess=True)
+    for budget in (*range(1, 16, 2), 30, 45):
+
+        def killed(budget: int = budget) -> None:
+            die_at(budget)
+            run(corpus, tmp_path / "out", tokenizer, format=format, reprocess=True)
+
+        assert in_a_fork(killed) == -signal.SIGKILL
+    run(corpus, tmp_path / "out", tokenizer, format=format, reprocess=True)
+    assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
 def test_a_tokenizer_that_does_not_match_the_folder_is_refused(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -576,14 +697,38 @@ def test_the_peers_ways_to_write_arguments_are_understood() -> None:
 def test_llm_foundrys_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / "tok")
     out = tmp_path / "out"
-    printed = command(
-        "--path", str(corpus), "--out_root", str(out), "--splits", "train", "val_xxsmall", "--concat_tokens", "64",
-        "--tokenizer", str(tmp_path / "tok"), "--eos_text", "<|endoftext|>", "--compression", "zstd", "--num_workers", "0",
+    printed = "".join(
+        command(
+            "--path", str(corpus), "--out_root", str(out), "--splits", split, "--concat_tokens", "64",
+            "--tokenizer", str(tmp_path / "tok"), "--eos_text", "<|endoftext|>", "--compression", "zstd", "--num_workers", "0",
+        )
+        for split in ("train", "val_xxsmall")
     )  # fmt: skip
     assert sorted(p.name for p in out.iterdir()) == ["tokenizer", "train", "val_xxsmall"]
     assert (out / "train" / "shard.00000.mds.zstd").is_file()
     assert "train: 400 documents" in printed and "longest:" in printed and "ingot train" in printed
     assert "val_xxsmall: about " in printed  # samples were left out, so how much text they hold is not known exactly
+
+
+@pytest.mark.parametrize("splits", [["--splits", "train", "val"], ["--split", "train,val"], ["--split=a", "--split=b"]])
+def test_several_splits_of_the_same_files_are_refused(splits: list[str], corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"same documents .* once per split, with that split's files"):
+        command("--path", str(corpus), "--out_root", str(tmp_path / "out"), *splits)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_splits_of_a_hub_data_set_are_each_read_from_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, object]] = []
+
+    def noted(input: object, *arguments: object, **options: object) -> PrepareReport:
+        asked.append((input, options["split"]))
+        return PrepareReport({}, 0.0, "none", "", 0, 0, 0, 0)
+
+    monkeypatch.setattr("ingot.data.prepare.prepare", noted)  # the hub cannot be reached
+    command("--dataset", "allenai/c4", "--data_subset", "en", "--out_root", str(tmp_path), "--splits", "train", "val")
+    assert asked == [(["hf://allenai/c4?en#train"], "train"), (["hf://allenai/c4?en#validation"], "val")]
 
 
 def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

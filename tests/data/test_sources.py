@@ -281,6 +281,48 @@ def test_no_input_is_one_sentence(name: str, tmp_path: Path) -> None:
         find_files([tmp_path / name])
 
 
+def test_files_of_a_folder_that_are_not_read_are_counted_by_suffix(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "sub/c.MD", "sub/d.py", "LICENSE", "e.md.gz", "x/f.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    said: list[str] = []
+    assert [Path(f.path).name for f in find_files([tmp_path], said.append)] == ["a.txt", "f.jsonl"]
+    (line,) = said
+    assert line.startswith("skipped 5 files: 2 .md, 1 without a suffix, 1 .md.gz, 1 .py (not .jsonl, .json, .parquet,")
+    for quiet in tmp_path / "b.md", tmp_path / "*.md", tmp_path / "x":  # named, or nothing skipped
+        find_files([quiet], said.append)
+    assert len(said) == 1
+    find_files([tmp_path / "sub" / "*", tmp_path / "x", tmp_path], said.append)  # one line for all inputs
+    assert len(said) == 2
+
+
+def test_many_suffixes_are_one_short_line(tmp_path: Path) -> None:
+    for name in ("a.txt", "bad.\x1b[31m", *(f"{n}.s{n}" for n in range(30))):
+        (tmp_path / name).write_text("text")
+    said: list[str] = []
+    find_files([tmp_path], said.append)
+    assert "skipped 31 files" in said[0] and "23 with 23 other suffixes" in said[0] and "\x1b" not in said[0]
+
+
+def test_a_folder_without_readable_files_says_what_it_holds(tmp_path: Path) -> None:
+    for name in ("a.md", "b.md", "c.py"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(DataError, match=r"no json, jsonl, .* in this folder; it holds 2 \.md, 1 \.py, which a glob"):
+        find_files([tmp_path])
+
+
+def test_members_of_a_zip_that_are_not_read_are_counted_too(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for name in ("a.txt", "b.md", "c.txt.gz", "d/"):
+            archive.writestr(name, "text")
+    said: list[str] = []
+    find_files([tmp_path / "data.zip"], said.append)
+    assert said[0].startswith("skipped 2 files: 1 .md, 1 .txt.gz (not")
+    (tmp_path / "broken.zip").write_bytes(b"PK")
+    find_files([tmp_path / "broken.zip"], said.append)  # said when it is read
+    assert len(said) == 1
+
+
 # ---- other places ----
 
 

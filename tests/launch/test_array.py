@@ -131,15 +131,15 @@ def test_a_dry_run_prints_both_scripts_and_the_spec_and_touches_nothing(
     data: Path, tmp_path: Path, ingot: Callable[..., Any]
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
-    command = ["launch", "slurm", "prepare", "--path", "a.txt", "--out_root", "out", "--splits", "train", "val", "-N", "5",
+    command = ["launch", "slurm", "prepare", "--path", "a.txt", "--out_root", "out", "--splits", "val", "-N", "5",
                "--profile", "cpu", "-p", "cpu", "--dry-run"]  # fmt: skip
     printed = ingot(*command).stdout
     assert printed.count("#SBATCH --partition=cpu") == 2 and printed.count("#SBATCH --array=0-4") == 1
     path = tmp_path / "spec.json"
     path.write_text(printed[printed.index("\n{") :])
     spec = read_spec(path)
-    assert spec.arguments == ["--path", "a.txt", "--out_root", "out", "--splits", "train", "val"]
-    assert (spec.verb, spec.nodes, spec.run_folder) == ("prepare", 5, str(tmp_path / "out" / ".prepare-train-val"))
+    assert spec.arguments == ["--path", "a.txt", "--out_root", "out", "--splits", "val"]
+    assert (spec.verb, spec.nodes, spec.run_folder) == ("prepare", 5, str(tmp_path / "out" / ".prepare-val"))
     assert not (tmp_path / "out").exists()
 
 
@@ -150,6 +150,8 @@ def test_a_dry_run_prints_both_scripts_and_the_spec_and_touches_nothing(
         (["--out_root", "out"], "give either --path"),
         (["--path", "a.txt"], "give either --out_root"),
         (["--path", "a.txt", "--out_root", "out", "--concat_token", "3"], "--concat_token"),
+        (["--path", "a.txt", "--out_root", "out", "--split", "../x"], "one plain name"),
+        (["--path", "a.txt", "--out_root", "out", "--splits", "train", "val"], "the same documents"),
         (["--path", "a.txt", "--out_root", "o;ut"], "run_folder"),
         (["--path", "a.txt", "--out_root", "out", "-p", "a b"], "partition"),
     ],

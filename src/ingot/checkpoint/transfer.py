@@ -11,6 +11,7 @@ from ingot.checkpoint.hf import TensorReader, export_hf, read_hf
 from ingot.checkpoint.load import open_weights
 from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import MODEL, save_checkpoint
+from ingot.config.names import plain_name_from
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, disk_error
 from ingot.model.config import ModelConfig
@@ -35,7 +36,8 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not empty; choose another folder")
     config, tensors = read(folder)
-    values = {"name": out.name, "max_seq_len": config.context, "model": json.loads(config.model_dump_json())}
+    name = plain_name_from(out.absolute().name)
+    values = {"name": name, "max_seq_len": config.context, "model": json.loads(config.model_dump_json())}
     state = {"config": values, "source": folder.name, "versions": {"ingot": __version__}}
     try:
         described = {name: tensors.get(name).to("meta") for name in tensors.names()}  # one is in memory at a time

@@ -80,12 +80,14 @@ def slurm_prepare(
     app.command(cls=PrepareCommand)(prepare)
     parsed = typer.main.get_command(app).make_context("prepare", list(context.args)).params
     splits = check_options(parsed)
+    skipped: list[str] = []
     if parsed["path"]:
-        find_files(parsed["path"])  # what is not there should be said here, not in a job
+        find_files(parsed["path"], skipped.append)  # what is not there should be said here, not in a job
     prefix = parsed["output_prefix"]
     folder = Path(prefix).parent if prefix else Path(parsed["out_root"])
     label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else "-".join(splits))
     spec, notes = place_preparation(list(context.args), folder, label, common_options({"mounts": None, **given}))
+    notes += skipped
     if parsed["dataset"]:
         notes.append(f"each job reads all of {parsed['dataset']} from the hub, and tokenizes its share of it")
     hand_over(spec, notes, dry_run)

@@ -74,7 +74,8 @@ def prepare(
             "--path",
             "--input",
             "--input_folder",
-            help="Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip.",
+            help="Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip; "
+            "from a folder only these, by a glob any text.",
         ),
     ] = None,
     dataset: Annotated[
@@ -88,7 +89,12 @@ def prepare(
     output_prefix: Annotated[
         str | None, typer.Option("--output_prefix", help="Write PREFIX_KEY_document.bin and .idx, as Megatron does.")
     ] = None,
-    split: Annotated[list[str] | None, typer.Option("--split", "--splits", help="train, val, train_small, ...")] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--split", "--splits", help="train, val, train_small, ...: plain names; several only with --dataset."
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -142,7 +148,9 @@ def prepare(
         str, typer.Option("--on_error", help="stop or skip, at a record that is no document.")
     ] = "stop",
     engine: Annotated[str, typer.Option("--engine", help="auto, gigatoken or hf.")] = "auto",
-    reprocess: Annotated[bool, typer.Option("--reprocess", help="Remove an earlier result and begin anew.")] = False,
+    reprocess: Annotated[
+        bool, typer.Option("--reprocess", help="Remove an earlier result of prepare and start again.")
+    ] = False,
     share: Annotated[
         str | None, typer.Option("--share", help="K/N: one of N processes, K from 0; one without it ends the work.")
     ] = None,
@@ -226,7 +234,9 @@ def _tokenizer(name: str | None, kind: str | None, vocab: Path | None, merges: P
 
 
 def check_options(given: Mapping[str, Any]) -> list[str]:
-    """Refuse options that cannot go together; gives the names of the splits."""
+    """Refuse options that cannot go together; returns the names of the splits."""
+    from ingot.data.prepare import check_names
+
     if bool(given["path"]) == bool(given["dataset"]):
         raise DataError("give either --path with files, or --dataset with the name of a hub data set")
     if (given["out_root"] is None) == (given["output_prefix"] is None):
@@ -237,7 +247,14 @@ def check_options(given: Mapping[str, Any]) -> list[str]:
         raise DataError("--output_prefix names Megatron's files; for --format mds give --out_root")
     if given["use_tokenizer_eos"] and given["eos_text"] is not None:
         raise DataError("--use_tokenizer_eos and --eos_text contradict each other; give one")
-    splits = [s for item in given["split"] or ["train"] for s in re.split(r"[,\s]+", item) if s]
+    splits = [s for item in given["split"] or ["train"] for s in re.split(r"[,\s]+", item.strip(", \t\n"))]
+    for name in splits:
+        check_names(name)
+    if given["path"] and len(splits) > 1:
+        raise DataError(
+            f"--splits {' '.join(splits)}: each would get the same documents of --path; "
+            "run `ingot prepare` once per split, with that split's files as --path"
+        )
     if given["output_prefix"] is not None and len(splits) > 1:
         raise DataError("--output_prefix takes one split; call it once for each")
     return splits

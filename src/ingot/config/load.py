@@ -9,7 +9,7 @@ Files of other stacks are recognised by their keys and translated (`dialects`); 
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ingot.config.arguments import read_script, read_words
 from ingot.config.dialects import DIALECTS
 from ingot.config.dialects.table import Dialect, Translation, ancestors, flatten
+from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
 from ingot.config.schema import closest_key, known_keys
 from ingot.config.secrets import strings_in
@@ -36,6 +37,7 @@ EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number",
     "float_type": "a number", "string_type": "text", "literal_error": "", "none_required": "null",
 }  # fmt: skip
+PLAIN = re.compile(r"(?<!\\)\$\{[^${}:\\]*\}")  # a colon makes a resolver of it
 MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: out-of-memory errors name it
 
 
@@ -69,7 +71,7 @@ def load_config(
             merged = _merge(merged, _expand(_read_override(override, origins), schema), f"command line: {override}")
         values = _resolve(merged, origins)
     if "name" in schema.model_fields and command.sources:
-        values.setdefault("name", command.sources[0].path.stem)
+        values.setdefault("name", plain_name_from(command.sources[0].path.stem))
     return validate(schema, values, origins)
 
 
@@ -168,6 +170,7 @@ def _translate(command: Command) -> Translation:
         places |= lines
     if command.words:
         given, lines = read_words([(word, "command line") for word in command.words])
+        _check_interpolation(given, Origins(lines))
         merged, places = _merge(merged, OmegaConf.create(given), "command line"), places | lines
     origins = Origins(places)
     for override in (o for o in command.overrides if not o.startswith(MICROBATCH)):
@@ -202,6 +205,7 @@ def _underscored(source: Source) -> tuple[DictConfig, dict[str, str]]:
 def _read_source(path: Path) -> Source:
     if path.suffix in SCRIPTS:
         given, lines = read_words(read_script(path))
+        _check_interpolation(given, Origins(lines))
         return Source(path, OmegaConf.create(given), lines)
     try:
         text = path.read_text(encoding="utf-8")
@@ -221,6 +225,7 @@ def _read_source(path: Path) -> Source:
     if not isinstance(content, DictConfig) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: a config file must be a mapping of keys to values")
     lines = _key_lines(node, path)
+    _check_interpolation(content, Origins(lines))
     if isinstance(arguments := content.pop("MODEL_ARGS", None), DictConfig):  # a test case of Megatron's own
         lines = {key.removeprefix("MODEL_ARGS."): line for key, line in lines.items()}
         content = _merge(content, arguments, str(path))
@@ -241,8 +246,10 @@ def _read_override(override: str, origins: Origins) -> DictConfig:
     key, _, _ = override.partition("=")
     if not key or any(not part for part in key.split(".")):
         raise ConfigError(f"command line: '{override}' is not of the form key=value")
+    _check_key(key, "command line")
     try:
         content = OmegaConf.from_dotlist([override])
+        _check_interpolation(content, Origins({key: "command line"}))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"command line: cannot read '{override}': {str(error).splitlines()[0]}") from None
     origins[key] = "command line"
@@ -267,17 +274,45 @@ def _merge(base: DictConfig, layer: DictConfig, place: str) -> DictConfig:
 
 
 def _resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
-    for key, value in strings_in(OmegaConf.to_container(merged, resolve=False)):
-        # `${name:...}` runs code of a resolver, such as reading the environment; a config is data only.
-        if "${" in value and ":" in value.split("${", 1)[1].split("}", 1)[0]:
-            raise ConfigError(f"{origins.of(key)}: {key} = {value!r} calls a resolver; only ${{other.key}} is allowed")
+    _check_interpolation(merged, origins)
     try:
         values: Any = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", "") or ""
         place = f"{origins.of(key)}: " if origins.of(key) else ""
         raise ConfigError(f"{place}{key}: {str(error).splitlines()[0]}") from None
+    # The result is written into files that are loaded again: nothing in it may become an interpolation there.
+    _check_interpolation(values, origins, allowed=None)
     return {str(key): value for key, value in values.items()}
+
+
+def _check_interpolation(content: Any, origins: Origins, allowed: re.Pattern[str] | None = PLAIN) -> None:
+    """Refuse all `${...}` but plain `${other.key}`: a resolver, `${name:...}`, runs code, such as reading the
+    environment, and a config is data only. Checked before OmegaConf looks at a value, which may already resolve it."""
+    if isinstance(content, DictConfig):
+        content = OmegaConf.to_container(content, resolve=False)
+    for key in _keys_in(content):
+        _check_key(key, origins.of(key))
+    for key, value in strings_in(content):
+        if "${" in (allowed.sub("", value) if allowed else value):
+            raise ConfigError(
+                f"{origins.of(key)}: {key} = {value!r} calls a resolver, or nests or escapes ${{...}}; "
+                "only ${other.key} is allowed"
+            )
+
+
+def _check_key(key: str, place: str) -> None:
+    if "${" in key:
+        raise ConfigError(f"{place}: a key may not contain ${{...}}: {key!r}; write the key out")
+
+
+def _keys_in(content: Any, prefix: str = "") -> Iterator[str]:
+    """Every dotted key, also of mappings within lists."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        yield f"{prefix}{key}"
+        yield from _keys_in(value, f"{prefix}{key}.")
+    for value in content if isinstance(content, list) else ():
+        yield from _keys_in(value, prefix)
 
 
 def _join_members(errors: Sequence[Any]) -> list[dict[str, Any]]:

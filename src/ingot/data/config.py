@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ingot.config.names import plain_name
 from ingot.config.schema import Section, impossible
 
 SIZE_UNITS = {u: 1000**i for i, u in enumerate(["", *"kmgt"])} | {f"{u}i": 1024**i for i, u in enumerate("kmgt", 1)}
@@ -43,7 +44,7 @@ class PlaceConfig(Section):
     """Folder of a prepared data set, with or without its splits below it, or PREFIX of PREFIX.bin and PREFIX.idx.
     With remote: the local cache."""
     split: str | None = None
-    """Sub-folder of path (and of remote) to read, such as train or val."""
+    """Sub-folder of path (and of remote) to read, such as train or val: one plain name."""
     documents: DocumentsConfig | None = None
     """Read only a part of the documents (.bin and .idx)."""
     remote: str | None = Field(None, min_length=1)
@@ -54,6 +55,11 @@ class PlaceConfig(Section):
     a file that was there before. Default: no limit."""
     token_encoding_type: Literal["int64", "int32", "int16", "uint32", "uint16", "uint8"] = "int64"
     """Type of the tokens in MDS columns of encoding `bytes`, which do not say it themselves."""
+
+    @field_validator("split")
+    @classmethod
+    def _plain(cls, value: str | None) -> str | None:
+        return value if value is None else plain_name(value)
 
     @field_validator("cache_limit", mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from ingot.data.input_files import (
     SourceFile,
     expansion_limit,
     format_of,
+    is_readable_member,
     is_url,
     open_file,
     open_raw,
@@ -91,7 +92,7 @@ def _read_zip(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iter
         members = sorted((m for m in archive.infolist() if not m.is_dir()), key=lambda m: m.filename)
         for member in members:
             kind = format_of(member.filename)
-            if kind is None or kind[1] is not None:
+            if kind is None or not is_readable_member(member.filename):
                 continue
             name = f"{file.path}:{member.filename}"
             try:

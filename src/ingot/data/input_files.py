@@ -9,7 +9,9 @@ import lzma
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -46,21 +48,29 @@ class SourceFile:
     compression: str | None
 
 
-def find_files(inputs: Sequence[str | Path]) -> list[SourceFile]:
-    """Files, folders, globs and URLs to a list of files, in the order given, sorted within each."""
+def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None = None) -> list[SourceFile]:
+    """Files, folders, globs and URLs to a list of files, in the order given, sorted within each. `say` receives a line
+    about the files of folders and zip archives that are not read."""
     found: list[SourceFile] = []
+    skipped: list[str] = []
     for given in inputs:
         text = os.path.expanduser(str(given))
         if text.startswith(HUB):
             found.append(SourceFile(text, 0, 0, "hub", None))
             continue
         if is_url(text):
-            found += _find_remote(text)
+            found += _find_remote(text, skipped)
             continue
         if os.path.isdir(text):
-            names = sorted(str(p) for p in Path(text).rglob("*") if p.is_file() and format_of(p.name) is not None)
+            there = sorted(str(p) for p in Path(text).rglob("*") if p.is_file())
+            names = [name for name in there if format_of(name) is not None]
+            others = [name for name in there if format_of(name) is None]
             if not names:
-                raise DataError(f"{given}: no json, jsonl, txt, parquet or csv file in this folder")
+                holds = (
+                    f"; it holds {_by_suffix(others)}, which a glob such as '{given}/*' reads as text" if others else ""
+                )
+                raise DataError(f"{given}: no json, jsonl, txt, parquet or csv file in this folder{holds}")
+            skipped += others
         elif os.path.isfile(text):
             names = [text]
         else:
@@ -72,7 +82,38 @@ def find_files(inputs: Sequence[str | Path]) -> list[SourceFile]:
             found.append(_source(os.path.abspath(name), stat.st_size, stat.st_mtime_ns))
     if not found:
         raise DataError("no input files were given")
+    for file in (f for f in found if f.format == "zip" and not is_url(f.path)):
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file.path) as archive:  # reported when it is read
+            skipped += [m.filename for m in archive.infolist() if not m.is_dir() and not is_readable_member(m.filename)]
+    if skipped and say:
+        say(
+            f"skipped {len(skipped):,} file{'s' * (len(skipped) != 1)}: {_by_suffix(skipped)} (not "
+            f"{', '.join(FORMATS)}, plain or compressed); a file that --path names, also by a glob such as 'DIR/*.md', "
+            "is read as text"
+        )
     return found
+
+
+def _by_suffix(names: Sequence[str], shown: int = 8) -> str:
+    """How many files of each suffix, the most frequent first: 12 .md, 11 .py."""
+    counts = Counter(_suffix(name) for name in names).most_common()
+    text = [f"{count:,} {suffix}" for suffix, count in counts[:shown]]
+    if rest := counts[shown:]:
+        text.append(f"{sum(count for _, count in rest):,} with {len(rest)} other suffixes")
+    return ", ".join(text)
+
+
+def _suffix(name: str) -> str:
+    stem, suffix = os.path.splitext(os.path.basename(name).lower())
+    if suffix in COMPRESSIONS:
+        suffix = os.path.splitext(stem)[1] + suffix
+    return (suffix if suffix.isprintable() else ascii(suffix)) or "without a suffix"
+
+
+def is_readable_member(name: str) -> bool:
+    """Whether a file in a zip archive is read: by its suffix, and not if it is itself compressed."""
+    kind = format_of(name)
+    return kind is not None and kind[1] is None
 
 
 def hub_source(dataset: str, subset: str | None, split: str) -> str:
@@ -86,8 +127,9 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def _find_remote(url: str) -> list[SourceFile]:
-    """One object, or those right below a folder that match a pattern or have a known ending."""
+def _find_remote(url: str, skipped: list[str]) -> list[SourceFile]:
+    """One object, or those right below a folder that match a pattern or have a known suffix; adds the others there to
+    `skipped`."""
     folder, _, name = url.rpartition("/")
     store = Remote(folder)
     if not any(c in name for c in "*?["):
@@ -95,11 +137,16 @@ def _find_remote(url: str) -> list[SourceFile]:
             return [_source(url, size, 0)]
         folder, name = url.rstrip("/"), ""
         store = Remote(folder)
-    names = [n for n in store.names() if (fnmatch.fnmatch(n, name) if name else format_of(n) is not None)]
+    there = store.names()
+    names = [n for n in there if (fnmatch.fnmatch(n, name) if name else format_of(n) is not None)]
     sizes = [(n, store.size(n)) for n in names]
     found = [_source(f"{folder}/{n}", size, 0) for n, size in sizes if size is not None]
     if not found:
-        raise DataError(f"{url}: no such object, and no json, jsonl, txt, parquet or csv file in a folder of this name")
+        holds = f"; it holds {_by_suffix(there)}" if there and not name else ""
+        raise DataError(
+            f"{url}: no such object, and no json, jsonl, txt, parquet or csv file in a folder of this name{holds}"
+        )
+    skipped += [] if name else [n for n in there if n not in names]
     return found
 
 

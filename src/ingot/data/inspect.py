@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ingot.config.load import validate
 from ingot.data.cache import verify_file
-from ingot.data.config import SourceConfig
+from ingot.data.config import PlaceConfig, SourceConfig
 from ingot.data.dataset import fetch_index, locate, open_dataset, split_folders, tokenizer_folder
 from ingot.data.indexed import IndexFile
 from ingot.data.loader import Loader
@@ -25,6 +26,7 @@ from ingot.errors import DataError
 def find_splits(path: str, split: str | None) -> list[str | None]:
     """The splits to look at: the one asked for, all that a folder holds, or the folder itself."""
     folder = Path(path)
+    validate(PlaceConfig, {"split": split})
     if split or "://" in path or (folder / "index.json").is_file() or not folder.is_dir():
         return [split]
     return [s for s in sorted(split_folders(folder)) if not s.startswith(".")] or [None]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ingot.config.names import plain_name
 from ingot.data.input_files import ReadOptions, find_files
 from ingot.data.prepare_pool import Pool
 from ingot.data.progress import Reporter
@@ -77,13 +78,14 @@ def prepare(
 
     input: files, folders, globs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip
     tokenizer: folder, file or hub id; None keeps text as text (MDS column `text`)
+    split: one plain name, that of the folder below out_root
     eos_text: ends a document; None means the tokenizer's own end of document, "" means none
     no_wrap, drop_last: as LLM Foundry packs: a sample starts with a document; the last, shorter sample is left out
     max_samples: stop after so many samples; by default what LLM Foundry has for train_small and its kin
     size_limit: bytes of one raw MDS shard, as Streaming counts them
     output_prefix: for the indexed format, where the pair goes (default: OUT_ROOT/SPLIT/SPLIT)
     memory: bytes that all processes together should stay below; limits the default number of workers
-    reprocess: remove what an earlier run left at this place, and begin anew
+    reprocess: remove what an earlier run wrote there, and start again; a folder that `prepare` did not write is refused
     share: (K, N) with K from 0: one of N processes that divide the pieces; a call without it, afterwards, does the rest
     show: receives lines of progress; by default a bar on a terminal, lines otherwise
     """
@@ -93,16 +95,17 @@ def prepare(
             f"size_limit={size_limit}: a shard is between 1 KiB and 4 GiB, since its offsets are 32 bits wide"
         )
     _check_choices(format, compression, on_error, concat_tokens, tokenizer, no_wrap)
+    keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
+    check_names(split, keys if format == "indexed" else [])
     if share and not 0 <= share[0] < share[1]:
         raise DataError(f"share={share[0]}/{share[1]}: the first number counts from 0 and stays below the second")
     if share and reprocess:
         raise DataError("reprocess: each share would remove what the others have done; remove the old result first")
-    keys = [json_keys] if isinstance(json_keys, str) else list(json_keys)
     if len(keys) > 1 and format == "mds":
         raise DataError("several json_keys need format=indexed: an MDS data set here has one column")
     inputs = [input] if isinstance(input, str | Path) else list(input)
-    files = find_files(inputs)
     reporter = Reporter(show)
+    files = find_files(inputs, None if share and share[0] else reporter.say)  # of several processes the first says it
     small = sum(f.size for f in files) <= _SMALL_INPUT and all(f.format != "hub" for f in files)
     workers = _worker_count(num_workers, memory, small, reporter)
     starting = closing(Pool(workers, tokenizes=tokenizer is not None)) if workers else nullcontext()
@@ -148,6 +151,17 @@ def prepare(
     counts = ((r.documents, r.tokens, r.bytes, r.skipped) for r in reports.values())
     totals = (sum(count) for count in zip(*counts, strict=True))
     return PrepareReport(reports, time.monotonic() - started, name, command, *totals)
+
+
+def check_names(split: str, keys: Sequence[str] = ()) -> None:
+    """Refuse the name of a split, or of a field that names a pair of files, that could lead to another folder."""
+    for what, name in [("split", split), *(("json_keys", key) for key in keys)]:
+        try:
+            plain_name(name)
+        except ValueError as error:
+            raise DataError(f"{what}={name!r}: {error}") from None
+    if split == "tokenizer":
+        raise DataError("split='tokenizer': the tokenizer is saved in the folder of this name; choose another name")
 
 
 def _check_choices(

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections import deque
@@ -39,6 +40,12 @@ from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, disk_error
 
 _AHEAD = 2  # pieces that are read before a worker asks for them
+
+STATE = "state.json"
+# What a run writes into its work folder, and what is left of that when it is killed.
+_WORK_NAMES = re.compile(
+    r"lock(\.\w+)?|journal(\.\d+)?\.jsonl|parts|shards|state\.json|\.state\.json\.\d+\.tmp|\.nfs\w+"
+)
 
 Task = tuple[dict[str, Any], bytes, int]
 """What a worker shall do, the bytes that it needs for it, and how much of the input that is."""
@@ -85,17 +92,66 @@ class Target:
         return Target(tokenizer_folder, place.parent / f".{stem}.partial", place.parent, stem)
 
     def remove(self) -> None:
-        """Delete an earlier result, finished or not."""
-        shutil.rmtree(self.work, ignore_errors=True)
-        if self.stem is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        else:
-            for suffix in ("idx", "bin", "meta.json"):
-                (self.folder / f"{self.stem}.{suffix}").unlink(missing_ok=True)
+        """Delete an earlier result, finished or not. What `prepare` did not write is refused and stays."""
+        self.check_work()
+        try:
+            if self.stem is None:
+                taken = self.folder.is_symlink() or (self.folder.exists() and not _is_empty(self.folder))
+            else:  # a run that was killed at the very end has put the .bin in place and nothing else
+                ends = ("idx", "meta.json") if (self.work / STATE).is_file() else ("idx", "meta.json", "bin")
+                taken = any(os.path.lexists(self.folder / f"{self.stem}.{end}") for end in ends)
+            if taken and not self._is_own():
+                place = self.folder / self.stem if self.stem else self.folder
+                raise DataError(
+                    f"{place}: not removed, because it is a link or no meta.json shows that `prepare` wrote it; "
+                    "remove it yourself, or choose another output"
+                )
+            if self.work.exists():
+                shutil.rmtree(self.work)
+            if self.stem is not None:
+                for suffix in ("idx", "bin", "meta.json"):
+                    (self.folder / f"{self.stem}.{suffix}").unlink(missing_ok=True)
+            elif self.folder.exists():
+                for entry in sorted(self.folder.iterdir()):
+                    if entry != self.meta:  # last: a removal that is interrupted can be repeated
+                        _remove(entry)
+                self.meta.unlink(missing_ok=True)
+                self.folder.rmdir()
+        except OSError as error:
+            raise disk_error("remove", self.folder, error) from None
+
+    def check_work(self) -> None:
+        """Refuse a work folder that `prepare` did not make: what is in it would be removed."""
+        if self.work.is_symlink() or (self.work.exists() and not self.work.is_dir()):
+            raise DataError(f"{self.work}: not a folder that `prepare` made; move it away, or choose another output")
+        with contextlib.suppress(FileNotFoundError):
+            for entry in self.work.iterdir():
+                if entry.is_symlink() or not _WORK_NAMES.fullmatch(entry.name):
+                    raise DataError(f"{entry}: `prepare` did not write this; move it away, or choose another output")
+
+    def _is_own(self) -> bool:
+        """Whether the meta data of a preparation is with the result."""
+        if self.stem is None and self.folder.is_symlink():
+            return False
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return bool(json.loads(self.meta.read_text(encoding="utf-8"))["prepare"]["signature"])
+        return False
 
     @property
     def meta(self) -> Path:
         return self.folder / (f"{self.stem}.meta.json" if self.stem else "meta.json")
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, a link or a folder; what a link points to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @dataclass(eq=False)
@@ -130,6 +186,7 @@ class Preparation:
 
     def run(self) -> SplitReport:
         """Do everything that is left, and put the result in place."""
+        self.target.check_work()
         if finished := self._already_finished():
             shutil.rmtree(self.work, ignore_errors=True)  # left if it was killed at the very end
             self.reporter.say(f"{self.target.meta.parent}: already complete")
@@ -195,7 +252,7 @@ class Preparation:
             if made["signature"] == self.signature:
                 return SplitReport(**{**made["report"], "folder": str(target.folder)})
         taken = target.folder if target.stem is None else target.folder / f"{target.stem}.idx"
-        if taken.exists() and (target.stem or any(taken.iterdir())):
+        if taken.is_symlink() or (taken.exists() and (target.stem or not _is_empty(taken))):
             raise DataError(
                 f"{taken}: already there, and made from other input or with other options; "
                 "remove it, or choose another output"
@@ -212,7 +269,7 @@ class Preparation:
             )
 
     def _start_or_resume(self, lock: IO[str]) -> None:
-        work, state_file = self.work, self.work / "state.json"
+        work, state_file = self.work, self.work / STATE
         inputs = [[f.path, f.size, f.mtime_ns] for f in self.files]
         streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
         count = len(self.workers.workers) if isinstance(self.workers, Pool) else 0

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ingot.config.names import plain_name
 from ingot.config.schema import Section, impossible
 from ingot.config.secrets import secret_in
 from ingot.config.time import Time
@@ -115,7 +116,7 @@ class RunConfig(Section):
     """A run."""
 
     name: str = Field("run", min_length=1)
-    """Name of the run; names the default run folder."""
+    """Name of the run: one plain name, since it names the default run folder."""
     seed: int = Field(17, ge=0)
     """Initial weights, data order and dropout follow from it."""
     max_seq_len: int = Field(2048, gt=0)
@@ -225,6 +226,11 @@ class RunConfig(Section):
             default = cls.model_fields["max_seq_len"].default
             values = {**values, "model": {**model, "max_seq_len": values.get("max_seq_len", default)}}
         return values
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        return plain_name(value)
 
     @field_validator("precision", mode="before")
     @classmethod
