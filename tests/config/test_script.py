@@ -77,6 +77,8 @@ USE = f'{RUN} "${{ARGS[@]}}"'
         ["f() {", "  TP=8", "}", "TP=1", "f"], ["TP=1", "source settings.sh"], ["TP=1", "((TP = 8))"],
         ["TP=1", "for TP in 1 2; do echo; done"], ["TP=1", "unset TP"], ["TP=1", 'eval "TP=8"'],
         ["TP=1", "declare -i TP", "false || TP=8"], ["TP=1", "function f {", "TP=8", "}", "f"],
+        ["TP=1", "echo $((TP = 8))"], ["TP=1", "declare -n R=TP", "R=8"], ["declare -i TP=3+4"],
+        ["readonly TP=1", "TP=8"], ["TP=1", "trap 'TP=8' DEBUG"],
     ],
 )  # fmt: skip
 def test_a_value_that_may_change_is_refused_by_its_option_until_it_is_given(tmp_path: Path, before: list[str]) -> None:
@@ -113,6 +115,7 @@ def test_a_value_that_may_change_is_refused_by_its_option_until_it_is_given(tmp_
         ([f"srun python pretrain_gpt.py {NO_BATCH}"], 2, "give global_batch_size=..."),
         ([f"torchrun $LAUNCH --nproc_per_node 8 pretrain_gpt.py {NO_BATCH}"], 2, "give global_batch_size=..."),
         (["IFS=,", ARRAY, USE], 2, "IFS changes"),
+        ([ARRAY, "torchrun() {", "  true", "}", f'{RUN} "${{ARGS[@]}}" ${{EXTRA[0]}}'], 6, "takes arguments from"),
     ],
 )  # fmt: skip
 def test_what_is_not_certain_is_refused_with_its_line_and_a_remedy(

@@ -37,8 +37,7 @@ class Piece:
     text: str
     line: int
     quoted: bool = False
-    unknown: bool = False
-    """Stands for a value that this file does not say, such as `$NAME`."""
+    unknown: bool = False  # stands for a value that this file does not say, such as `$NAME`
 
 
 Text = list[Piece]
@@ -83,15 +82,14 @@ class Script:
     path: Path
     known: dict[str, Text | Array] = field(default_factory=dict)
     """Variables whose value is certain."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Why others are not."""
-    functions: set[str] = field(default_factory=set)
-    """Names that functions set, whenever they are called."""
+    reasons: dict[str, str] = field(default_factory=dict)  # why others are not
+    fixed: set[str] = field(default_factory=set)
+    """Names that functions or references set at any time, or that cannot be set again."""
+    over: bool = False  # whether the script has ended
     conditional: dict[str, int] = field(default_factory=dict)
     """Lists of arguments that depend on a condition, and the line of each."""
     runs: list[Run] = field(default_factory=list)
-    others: list[Run] = field(default_factory=list)
-    """Commands that run other programs with `train` in their names."""
+    others: list[Run] = field(default_factory=list)  # of other programs with `train` in their names
     hidden: list[int] = field(default_factory=list)
     """Lines that run the program inside a string, a substitution or another script."""
     mentioned: list[int] = field(default_factory=list)
@@ -100,6 +98,10 @@ class Script:
     def execute(self, statement: Statement) -> None:
         """Follow one command: what it sets, and whether it is the one that trains."""
         words, why = statement.words, ""
+        if self.over:
+            return
+        for name in re.findall(r"\(\(.*?([A-Za-z_]\w*)\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)", " ".join(w.text for w in words)):
+            self._forget(name, f"is computed in line {statement.line}")
         if statement.block:
             why = f"depends on the condition, loop or function of line {statement.block}"
         elif statement.chained or statement.piped:
@@ -109,14 +111,18 @@ class Script:
         if words[0].text in DECLARE:
             if statement.function and words[0].text != "export":
                 return  # local to the function
-            if any("$" in word.text or "`" in word.text for word in words if word not in settings):
+            if any("$" in word.text or "`" in word.text or word.text == "-n" for word in words if word not in settings):
                 self._forget_all(f"may be set in line {statement.line}")
         elif len(settings) < len(words):
             before = next(i for i, word in enumerate(words) if word not in settings)
             self._command(statement, words[before:])
             return
+        changed = [word.text for word in words[1:] if re.match(r"[-+]\w*[^-+axrg]$", word.text)]
+        why = why or (f"is changed by {changed[0]} in line {statement.line}" if changed else "")
         for word in settings:
             self._assign(word, why, statement.function)
+            if words[0].text == "readonly" or any(re.match(r"-\w*r", option.text) for option in words[1:]):
+                self.fixed.add(word.text.partition("=")[0])
 
     def _find_hidden_programs(self, statement: Statement) -> None:
         for word in statement.words:
@@ -137,10 +143,10 @@ class Script:
         if name == "IFS":
             raise ConfigError(f"{place}: IFS changes how words are split, so they are not certain; {INSTEAD}")
         if function:
-            self.functions.add(name)
+            self.fixed.add(name)
         before = self.known.get(name)
-        if name in self.functions:
-            why = why or "is set by a function"
+        if name in self.fixed:
+            why = why or "is set by a function, or is read-only"
         if why or index or (more and before is None):
             if why and re.match(r"\(|[\"']?\s*--", raw):
                 self.conditional[name] = word.line
@@ -194,10 +200,13 @@ class Script:
     def _set_by_command(self, statement: Statement, first: str, texts: list[str]) -> None:
         """Forget the variables that a command may set."""
         line, names = statement.line, list[str]()
+        self.over = first in ("exit", "exec") and len(texts) < 3 and not (statement.block or statement.chained)
         if first in SETTERS:
             names = [name for text in texts[1:] for name in re.findall(r"[A-Za-z_]\w*", text)]
         elif first.startswith("(("):
             names = re.findall(r"[A-Za-z_]\w*", statement.words[0].text)
+        elif first in ("trap", "alias"):
+            self._forget_all(f"may be set by the {first} of line {line}")
         elif first == "eval" and not any(map(PROGRAM.search, texts)):
             self._forget_all(f"may be set by the eval of line {line}")
         elif first in ("source", ".") and not ENVIRONMENTS.search(texts[-1]):
@@ -205,7 +214,7 @@ class Script:
         for name in names:
             self._forget(name, f"is set by {first} in line {line}")
             if statement.function:
-                self.functions.add(name)
+                self.fixed.add(name)
 
     def _expand(self, word: Token) -> list[Text]:
         """A word of a command or an array as the words that it becomes."""
