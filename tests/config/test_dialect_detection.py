@@ -45,7 +45,7 @@ def test_two_vocabularies_are_refused_in_two_files_and_in_one(tmp_path: Path) ->
     assert f"{MPT} is foundry; {PYTHIA} is neox; give files of one" in error_of(MPT, PYTHIA)
     mixed = tmp_path / "mixed.yml"
     mixed.write_text(PILE.read_text() + "train_loader: {name: text}\n")
-    message = error_of(PYTHIA, mixed)
+    message = error_of(PYTHIA, mixed, "train_batch_size=1024")
     assert (
         message
         == f"{mixed}:9: unknown key train_loader.name of GPT-NeoX; it is a key of LLM Foundry, and a run is described in one vocabulary."

@@ -112,6 +112,28 @@ def test_inverse_square_root_cools_down_as_in_llm_foundry() -> None:
         assert lr_multiplier(config.scheduler, clock, step) == pytest.approx(expected(step), abs=1e-12)
 
 
+@pytest.mark.parametrize("device", ["device", "init_device"])
+def test_mosaic_gpt_before_its_new_defaults_starts_from_a_normal_with_plain_norms(tmp_path: Path, device: str) -> None:
+    path = tmp_path / "old.yaml"
+    text = (FILES / "mosaic_gpt-3b-v0.0.2.yaml").read_text()
+    path.write_text(text.replace("  device: meta", f"  {device}: meta"))
+
+    def model(*more: str) -> tuple[str, float, str]:
+        config = load_config(RunConfig, [str(path), *more]).model
+        return config.init, config.init_std, config.norm
+
+    assert model() == ("normal", 0.02, "layernorm")
+    assert model("algorithms.low_precision_layernorm={}")[2] == "low_precision_layernorm"
+    assert model("model.low_precision_layernorm=true")[2] == "low_precision_layernorm"
+
+
+def test_the_norm_of_mosaic_gpt_is_not_guessed_from_a_named_initialization() -> None:
+    named = "model.param_init_fn=kaiming_normal_"
+    with pytest.raises(ConfigError, match=r"low_precision_layernorm = .*set it to false for those before v0\.0\.4"):
+        load("mosaic_gpt-1b-v0.0.4", named)
+    assert load("mosaic_gpt-1b-v0.0.4", named, "model.low_precision_layernorm=false").model.norm == "layernorm"
+
+
 def test_documents_are_kept_apart_by_their_last_token() -> None:
     model = load("mpt-350m-inv-sqrt").model
     assert (model.document_mask, model.document_positions, model.eos_token_id) == (True, False, 0)

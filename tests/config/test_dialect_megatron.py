@@ -40,8 +40,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(name: str, *more: str) -> RunConfig:
-    arguments = GPT3_175B if "175b" in name else [str(FILES / name)]
-    return load_config(RunConfig, [*arguments, *more])
+    return load_config(RunConfig, [*arguments_of(name), *more])
+
+
+def arguments_of(name: str) -> list[str]:
+    """What is needed to convert a file: some leave open where to save, or how large the batch is."""
+    return GPT3_175B if "175b" in name else [str(FILES / name), *["global-batch-size=8"] * name.startswith("linear")]
 
 
 def error_of(*arguments: str) -> str:
@@ -151,9 +155,14 @@ def test_defaults_that_scripts_leave_unsaid_are_megatrons() -> None:
 
 
 def test_the_batch_follows_from_the_processes_if_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(FILES / "linear-untied.yaml")
+    assert "linear-untied.yaml:7: micro_batch_size = 8: " in error_of(path)
+    assert "give global_batch_size=..." in error_of(path)
+    assert load_config(RunConfig, [path, "nproc-per-node=8", "nnodes=4"]).global_train_batch_size == 8 * 32
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert load("linear-untied.yaml").global_train_batch_size == 8 * 16
-    assert load("linear-untied.yaml", "tensor-model-parallel-size=4").global_train_batch_size == 8 * 4
+    assert load_config(RunConfig, [path]).global_train_batch_size == 8 * 16
+    assert load_config(RunConfig, [path, "tensor-model-parallel-size=4"]).global_train_batch_size == 8 * 4
+    assert "16 are not a multiple of 3" in error_of(path, "tensor-model-parallel-size=3")
 
 
 def test_llama_arguments() -> None:
@@ -386,7 +395,6 @@ def test_every_argument_is_accounted_for() -> None:
              "inverse-sqrt.yaml", "documents.sh"]  # fmt: skip
     assert sorted(names) == sorted(path.name for path in FILES.iterdir()) and len(names) >= 12
     for name in names:
-        arguments = GPT3_175B if "175b" in name else [str(FILES / name)]
-        translation = translate(RunConfig, arguments)
+        translation = translate(RunConfig, arguments_of(name))
         assert translation.dialect.name == "megatron" and not translation.problems
         assert set(translation.given) <= set(translation.rows)

@@ -41,7 +41,8 @@ def load(*arguments: str) -> RunConfig:
 
 
 def pythia(name: str, *overrides: str) -> RunConfig:
-    return load(str(FILES / f"{name}.yml"), PILE, *overrides)
+    batch = [] if any(o.startswith("train_") for o in overrides) else ["train_batch_size=1024"]
+    return load(str(FILES / f"{name}.yml"), PILE, *batch, *overrides)
 
 
 def error_of(*arguments: str) -> str:
@@ -76,9 +77,14 @@ def test_pythia_files_mean_what_they_mean_there(name: str) -> None:
 @pytest.mark.parametrize("name", PYTHIA)
 def test_without_a_global_batch_it_follows_from_the_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     per_process, tensor = PYTHIA[name][5:7]
-    assert pythia(name).global_train_batch_size == per_process
+    files = (str(FILES / f"{name}.yml"), PILE)
+    with pytest.raises(ConfigError) as caught:
+        load(*files)
+    assert f"{name}.yml:" in str(caught.value) and "give train_batch_size=..." in str(caught.value)
+    assert load(*files, "num_gpus=8", "num_nodes=4").global_train_batch_size == per_process * 32 // tensor
     monkeypatch.setenv("WORLD_SIZE", "64")
-    assert pythia(name).global_train_batch_size == per_process * 64 // tensor
+    assert load(*files).global_train_batch_size == per_process * 64 // tensor
+    assert "for 64 processes, from WORLD_SIZE" in "".join(translate(RunConfig, files).comments())
 
 
 def neox_lr(it: int, warmup: float, end: int, lr: float, min_lr: float, style: str) -> float:
@@ -93,7 +99,7 @@ def neox_lr(it: int, warmup: float, end: int, lr: float, min_lr: float, style: s
 
 @pytest.mark.parametrize(
     ("files", "style", "warmup", "end", "lr", "min_lr"),
-    [(("1-4B.yml", "pile.yml"), "cosine", 1430, 143000, 2e-4, 2e-5), (("12B.yml", "pile.yml"), "cosine", 1430, 143000, 1.2e-4, 1.2e-5),
+    [(("1-4B.yml", "pile.yml", "train_batch_size=1024"), "cosine", 1430, 143000, 2e-4, 2e-5), (("12B.yml", "pile.yml", "train_batch_size=1024"), "cosine", 1430, 143000, 1.2e-4, 1.2e-5),
      (("20B.json",), "cosine", 1500, 150000, 9.7e-5, 9.7e-6), (("125M-gpt2.yml",), "linear", 3200, 320000, 6e-4, 0.0),
      (("125M-gpt2.yml", "min_lr=6.0e-5", "lr_decay_iters=300000"), "linear", 3000, 300000, 6e-4, 6e-5),
      (("exponential.yml",), "exponential", 800, 16000, 8e-4, 3.6e-4)],
@@ -174,6 +180,32 @@ def test_invalid_json_names_line_and_column(tmp_path: Path) -> None:
         load(str(path))
 
 
+@pytest.mark.parametrize("before", ["", "\ufeff"])
+def test_json_is_read_as_neoxs_yaml_reader_reads_it(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "20B.json"
+    text = (FILES / "20B.json").read_text().rstrip().removesuffix("}")
+    text = text.replace("true", "True").replace('"gpt-j-residual": True,', '"gpt-j-residual": True, # a comment')
+    path.write_text(before + text.rstrip() + ",\n}\n", encoding="utf-8")
+    assert load(str(path)) == load(str(FILES / "20B.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{\n"num_layers": 4,\n// no\n"hidden_size": 12\n}', "run.json:3: // does not start a comment"),
+        ('{\n"num_layers": 4,\n"bias_gelu_fusion": true // no\n}', "run.json:3: // does not start a comment"),
+        ('{\n"num_layers": 4,\n"num_layers": 5\n}', "run.json:3: "),
+        ('{\n"num_layers": 4,\n', "run.json:3:1: not valid JSON"),
+    ],
+)
+def test_json_that_neox_does_not_read_is_refused_with_its_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    assert words in str(caught.value) and "Traceback" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -244,10 +276,12 @@ def test_biases_of_norms_and_initialisation_by_neoxs_names() -> None:
     assert "use_bias_in_norms" in translate(RunConfig, [str(FILES / "exponential.yml")]).rows
 
 
-@pytest.mark.parametrize("files", [("14M.yml", "pile.yml"), ("125M-gpt2.yml",), ("exponential.yml",)])
+@pytest.mark.parametrize(
+    "files", [("14M.yml", "pile.yml", "train_batch_size=1024"), ("125M-gpt2.yml",), ("exponential.yml",)]
+)
 def test_weight_decay_spares_norms_and_biases_as_in_neox(files: tuple[str, ...]) -> None:
     small = ("num_layers=2", "hidden_size=32", "num_attention_heads=2", "padded_vocab_size=128")
-    config = load(*(str(FILES / name) for name in files), *small)
+    config = load(*(name if "=" in name else str(FILES / name) for name in files), *small)
     shapes = parameter_shapes(config.model)
     spared = {name for name in shapes if "norm" in name or name.endswith("bias")}
     assert decayed(config) == {name: 0.0 if name in spared else config.optimizer.weight_decay for name in shapes}
@@ -262,13 +296,13 @@ def test_the_vocabulary_is_counted_in_the_tokenizer_file(tmp_path: Path) -> None
 
 
 def test_every_key_of_a_file_is_accounted_for() -> None:
-    for files in [(f"{name}.yml", "pile.yml") for name in PYTHIA] + [
+    for files in [(f"{name}.yml", "pile.yml", "train_batch_size=1024") for name in PYTHIA] + [
         ("20B.json",),
         ("125M-gpt2.yml",),
         ("llama-1b.yml",),
         ("exponential.yml",),
     ]:
-        translation = translate(RunConfig, [str(FILES / name) for name in files])
+        translation = translate(RunConfig, [name if "=" in name else str(FILES / name) for name in files])
         assert translation.dialect.name == "neox" and not translation.problems
         assert set(translation.given) <= set(translation.rows)
     rows = translate(RunConfig, [str(FILES / "70M.yml"), PILE]).rows

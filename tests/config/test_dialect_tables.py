@@ -15,14 +15,18 @@ from ingot.train.config import RunConfig
 HERE = Path(__file__).parent
 BASES = {
     "foundry": ["foundry/mpt-125m.yaml"],
-    "neox": ["neox/70M.yml", "neox/pile.yml"],
+    "neox": ["neox/70M.yml", "neox/pile.yml", "train_batch_size=1024"],
     "megatron": ["megatron/gpt3-350m.yaml"],
 }
 NATIVE = frozenset(known_keys(RunConfig))
 
 
+def base_arguments(name: str) -> list[str]:
+    return [path if "=" in path else str(HERE / path) for path in BASES[name]]
+
+
 def base(name: str) -> dict[str, Any]:
-    return translate(RunConfig, [str(HERE / path) for path in BASES[name]]).given
+    return translate(RunConfig, base_arguments(name)).given
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -104,7 +108,7 @@ def test_unknown_keys_never_pass(name: str) -> None:
 )  # fmt: skip
 def test_a_window_of_the_peers_does_not_count_the_token_itself(name: str, override: str) -> None:
     """They see as far as token i - 512."""
-    files = [str(HERE / path) for path in BASES[name]]
+    files = base_arguments(name)
     assert load_config(RunConfig, [*files, override]).model.sliding_window == 513
     assert load_config(RunConfig, files).model.sliding_window is None
 

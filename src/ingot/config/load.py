@@ -19,12 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from ingot.config.arguments import read_script, read_words
+from ingot.config.arguments import read_words
 from ingot.config.dialects import DIALECTS
 from ingot.config.dialects.table import Dialect, Translation, ancestors, flatten
 from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
 from ingot.config.schema import closest_key, known_keys
+from ingot.config.script import read_script
 from ingot.config.secrets import strings_in
 from ingot.errors import ConfigError
 
@@ -38,6 +39,7 @@ EXPECTED = {
     "float_type": "a number", "string_type": "text", "literal_error": "", "none_required": "null",
 }  # fmt: skip
 PLAIN = re.compile(r"(?<!\\)\$\{[^${}:\\]*\}")  # a colon makes a resolver of it
+SLASHES = "// does not start a comment in JSON or YAML; use #"
 MICROBATCH = "device_train_microbatch_size="  # native in every vocabulary: out-of-memory errors name it
 
 
@@ -208,28 +210,50 @@ def _read_source(path: Path) -> Source:
         _check_interpolation(given, Origins(lines))
         return Source(path, OmegaConf.create(given), lines)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".json":
-            json.loads(text)
             text = text.expandtabs(1)  # JSON may be indented with tabs, YAML may not
         node = yaml.compose(text) or yaml.MappingNode("", [])  # an empty file
         content = OmegaConf.create(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}") from None
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path}{line}: not valid {kind}: {error.problem}") from None
+        raise ConfigError(_not_valid(path, text, error)) from None
     except (OmegaConfBaseException, UnicodeDecodeError, OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, DictConfig) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: a config file must be a mapping of keys to values")
+    if path.suffix == ".json":
+        _refuse_slashes(node, path)
     lines = _key_lines(node, path)
     _check_interpolation(content, Origins(lines))
     if isinstance(arguments := content.pop("MODEL_ARGS", None), DictConfig):  # a test case of Megatron's own
         lines = {key.removeprefix("MODEL_ARGS."): line for key, line in lines.items()}
         content = _merge(content, arguments, str(path))
     return Source(path, content, lines)
+
+
+def _not_valid(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
+    line = error.problem_mark.line + 1 if error.problem_mark else 0
+    if path.suffix == ".json":
+        lines = enumerate(text.splitlines()[:line], 1)
+        if comment := next((number for number, text_of in lines if text_of.lstrip().startswith("//")), 0):
+            return f"{path}:{comment}: {SLASHES}"
+        try:
+            json.loads(text)
+        except json.JSONDecodeError as strict:  # says it better, unless it is about what YAML allows
+            if strict.lineno == line:
+                return f"{path}:{line}:{strict.colno}: not valid JSON: {strict.msg}"
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    return f"{path}{f':{line}' if line else ''}: not valid {kind}: {error.problem}"
+
+
+def _refuse_slashes(node: yaml.Node, path: Path) -> None:
+    """YAML reads `// text` as a part of the key or the value next to it."""
+    if isinstance(node, yaml.ScalarNode) and node.style is None and "//" in node.value:
+        offset = node.value.partition("//")[0].count("\n")
+        raise ConfigError(f"{path}:{node.start_mark.line + 1 + offset}: {SLASHES}")
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    for part in parts if isinstance(node, yaml.CollectionNode) else []:
+        _refuse_slashes(part, path)
 
 
 def _key_lines(node: yaml.Node, path: Path, prefix: str = "") -> dict[str, str]:

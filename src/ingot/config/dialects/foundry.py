@@ -21,6 +21,8 @@ READING = """
     shuffle_algo shuffle_block_size sampling_granularity allow_unsafe_types prefetch tokenizer_name eos_token_id
     bos_token_id override_eos_token_id_mismatch_error override_bos_token_id_mismatch_error stream_name stream_config
     group_method"""
+INITS = ("model.init_config.name", "model.param_init_fn")
+STDS = ("model.init_config.init_std", "model.init_std")
 KV = "model.attn_config.kv_n_heads"
 OWN_READER = "tokens are prepared before training; reading ahead, retries and order are the loader's own"
 
@@ -139,10 +141,20 @@ def _model(t: Translation) -> None:
     family = t.choice("model.name", None, "mpt_causal_lm=mpt mosaic_gpt")
     t.put("model.family", family, "model.name")
     norm, init = "low_precision_layernorm", "kaiming_normal_"
-    if family == "mosaic_gpt" and "model.device" in t.given:  # before v0.0.4
-        norm, init = "layernorm", "baseline_"
-    if t.get("model.low_precision_layernorm") is False:
-        norm = "layernorm"
+    said = t.get("model.low_precision_layernorm")
+    if family == "mosaic_gpt":
+        # The code before v0.0.4 starts from normal(init_std) and has plain layer norms. Its files name init_std and no
+        # param_init_fn; model.device became init_device before the defaults changed.
+        named = any(key in t.given for key in INITS)
+        old = "model.device" in t.given or (not named and any(key in t.given for key in STDS))
+        if old:
+            norm, init = "layernorm", "baseline_"
+        settled = said is not None or "algorithms.low_precision_layernorm" in t.given or "model.norm_type" in t.given
+        if named and not old and not settled:
+            t.refuse("model.low_precision_layernorm", "is missing, and releases of mosaic_gpt differ: set it to false "
+                     "for those before v0.0.4, to true for later ones")  # fmt: skip
+    if said is not None:
+        norm = "low_precision_layernorm" if said else "layernorm"
     norm = t.choice("model.norm_type", norm, "layernorm low_precision_layernorm rmsnorm triton_rmsnorm=rmsnorm")
     if "algorithms.low_precision_layernorm" in t.given:
         norm = "low_precision_layernorm"
@@ -178,14 +190,15 @@ def _model(t: Translation) -> None:
 
 
 def _init(t: Translation, default: str) -> None:
-    key = t.said("model.init_config.name", "model.param_init_fn")
+    key = t.said(*INITS)
     init = t.choice(key, default, "kaiming_normal_=kaiming_normal baseline_=normal small_init_=small neox_init_=neox")
     t.put("model.init", "small" if init == "neox" else init, key)
-    stds, divs = (("model.init_config." + k, "model." + k) for k in ("init_std", "init_div_is_residual"))
-    if init == "normal" and (std := t.get(stds[0], t.get(stds[1]))) is not None:
-        t.put("model.init_std", std, *stds)
+    std = t.get(STDS[0], t.get(STDS[1], 0.02 if t.get("model.name") == "mosaic_gpt" else None))
+    if init == "normal" and std is not None:
+        t.put("model.init_std", std, *STDS)
     elif init == "normal":
-        t.refuse(stds[0], "is missing; baseline_ needs it")
+        t.refuse(STDS[0], "is missing; baseline_ needs it")
+    divs = ("model.init_config.init_div_is_residual", "model.init_div_is_residual")
     divisor = t.get(divs[0], t.get(divs[1], True))
     scale = math.sqrt(2 * t.size("model.n_layers", 24))
     usual = divisor is True or (isinstance(divisor, int | float) and math.isclose(divisor, scale))

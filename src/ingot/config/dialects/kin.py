@@ -34,19 +34,27 @@ def put_parallel(t: Translation, axes: dict[str, str]) -> None:
 def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, world: int, model: int) -> None:
     """The global batch: given, or micro x accumulation x data-parallel copies of the model, by the peers' own rule.
 
-    `world` is the number of processes that the file itself names, `model` those that share one copy of the model.
+    `world` is the number of processes that the file itself names, or 0; `model` those that share one copy of the model.
+    Without any number of processes the batch is not certain, and is refused.
     """
     batch, part = t.size(total), t.size(micro)
     steps = t.size(accumulation, 1) if accumulation else 1
-    follows = [micro, *([accumulation] if accumulation else []), *t.given.keys() & {"global_num_gpus", "world_size"}]
+    named = t.given.keys() & {"global_num_gpus", "world_size", "nproc_per_node", "nnodes", "num_gpus", "num_nodes"}
+    follows = [micro, *([accumulation] if accumulation else []), *sorted(named)]
     if batch is None and part is None:
         t.refuse(total, f"is missing, and so is {micro}; set it")
         return
     if batch is None:
-        launched = os.environ.get("WORLD_SIZE", "0")  # processes of the job, where a launcher says so
+        launched = os.environ.get("WORLD_SIZE", "")  # processes of the job, where a launcher says so
+        source = "" if world else ", from WORLD_SIZE"
         world = world or (int(launched) if launched.isdigit() else 0)
-        batch = part * steps * max(1, world // model)
-        t.put("global_train_batch_size", batch, *follows)
+        if world and world % model == 0:
+            t.put("global_train_batch_size", part * steps * (world // model), *follows)
+            t.note(micro, f"for {world} processes{source}")
+        else:
+            why = f"{world} are not a multiple of {model}" if world else "which is not certain"
+            t.refuse(micro, f"the global batch is this times the number of data-parallel processes, {why}; give "
+                     f"{total}=..., ingot's global_train_batch_size")  # fmt: skip
     else:
         t.put("global_train_batch_size", batch, total)
         # without a number of processes, accumulation is free unless it is given

@@ -37,7 +37,7 @@ NOT_NEEDED = {
         optimizer_cpu_offload expert_tensor_parallel_size""",
     "where a run runs is said when it is launched": """
         ENV_VARS TEST_TYPE METRICS BEFORE_SCRIPT AFTER_SCRIPT THRESHOLD distributed_backend
-        distributed_timeout_minutes nccl_communicator_config_path nproc_per_node nnodes node_rank master_addr
+        distributed_timeout_minutes nccl_communicator_config_path node_rank master_addr
         master_port rdzv_id rdzv_backend rdzv_endpoint exit_signal_handler exit_duration_in_mins""",
     "the loss scale is dynamic here, with a start of its own; it decides only which steps overflow": """
         initial_loss_scale min_loss_scale hysteresis""",
@@ -104,7 +104,8 @@ COMPUTED = """
     ffn_hidden_size group_query_attention num_query_groups position_embedding_type use_rotary_position_embeddings
     no_position_embedding rotary_base rotary_percent swiglu disable_bias_linear no_bias_gelu_fusion
     untie_embeddings_and_output_weights make_vocab_size_divisible_by hidden_dropout micro_batch_size batch_size
-    global_batch_size train_iters train_samples min_lr lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples
+    global_batch_size nproc_per_node nnodes train_iters train_samples min_lr lr_wsd_decay_style lr_wsd_decay_iters
+    lr_wsd_decay_samples
     lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init warmup
     window_size qk_layernorm reset_position_ids reset_attention_mask eod_mask_loss null_tokenizer_eod_id clip_grad
     adam_beta1 adam_beta2 tensor_model_parallel_size model_parallel_size pipeline_model_parallel_size
@@ -113,10 +114,12 @@ COMPUTED = """
     merge_file vocab_size padded_vocab_size save load finetune save_interval eval_iters eval_interval
     full_validation log_interval"""
 
+LAUNCHED = ("nnodes", "nproc_per_node")  # torchrun's
+
 
 def _translate(t: Translation) -> None:
     for key, value in t.given.items():
-        if "$" in str(value) and key not in t.dialect.reasons:
+        if "$" in str(value) and key not in (*t.dialect.reasons, *LAUNCHED):
             t.refuse(key, f"the script takes it from elsewhere; give {key}=... after the file")
     for key in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "seq_length", "lr"):
         if t.number(key) is None:
@@ -173,7 +176,11 @@ def _training(t: Translation) -> None:
             "pipeline_model_parallel_size": "pipeline", "context_parallel_size": "context"}  # fmt: skip
     kin.put_parallel(t, axes)
     model = math.prod(t.size(key, 1) for key in axes)
-    kin.put_batch(t, "global_batch_size", t.said("micro_batch_size", "batch_size"), None, 0, model)
+    nodes, local = (t.get(key, 1) for key in LAUNCHED)
+    certain = "nproc_per_node" in t.given and all(type(count) is int and count > 0 for count in (nodes, local))
+    world = nodes * local if certain else 0
+    kin.put_batch(t, "global_batch_size", t.said("micro_batch_size", "batch_size"), None, world, model)
+    t.skip("where a run runs is said when it is launched", *LAUNCHED)
     sets = {f"{part}_data_path": _weighted(t, f"{part}_data_path") for part in ("train", "valid")}
     kin.put_data(t, _weighted(t, "data_path"), sets)
     kin.put_eval(t, t.number("eval_interval"))

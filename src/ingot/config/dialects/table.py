@@ -168,6 +168,11 @@ class Translation:
         if given:
             self.origins[native] = f"{self.places.get(given[0], self.dialect.title)} ({given[0]})"
 
+    def note(self, key: str, text: str) -> None:
+        """Say more about what a key became."""
+        if key in self.rows:
+            self.rows[key].text += f" ({text})"
+
     def skip(self, why: str, *keys: str) -> None:
         for key in keys:
             if key in self.given and key not in self.rows:
