@@ -56,6 +56,7 @@ RUNS: dict[str, list[str]] = {
     "weights": ["model.family=neox", "model.vocab_size=264", "model.rotary_pct=0.5", "save_weights_only=true",
                 "max_duration=6ba"],
 }  # fmt: skip
+STILL = [f"model.{kind}_pdrop=0" for kind in ("resid", "emb", "attn")]
 PROCESSES = {"sharded": ["--nproc", "2"]}
 PLACED = ["--gpus-per-node", "0", "--profile", "cpu"]
 FAILURES = [
@@ -204,6 +205,12 @@ def make_runs(root: Path) -> dict:
             "eval": reference[-1]["metrics/eval/LanguageCrossEntropy"],
             "logits": logits(root / name),
         }
+        if name == "dropout":
+            shutil.copytree(root / name, root / "ref" / "still")
+            ingot(root, "train", f"{name}/config.yaml", "save_folder=ref/still", *STILL)
+            expected[name]["still"] = {
+                row["time/batch"]: row["loss/train/total"] for row in rows(root / "ref" / "still")
+            }
         print(name, step, ours[0], reference[-1]["loss/train/total"])
     guards = [json.loads(line)["batch"] for line in (root / "skipped" / "guards.jsonl").read_text().splitlines()]
     whole = [json.loads(line)["batch"] for line in (root / "ref/skipped/guards.jsonl").read_text().splitlines()]

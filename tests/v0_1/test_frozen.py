@@ -3,9 +3,9 @@
 `frozen/` was written by v0.1 (commit 6a238e8; see `make.py`) and never changes. These tests use the command line and the
 documented Python API only, so that they hold whatever happens to the modules behind them.
 
-Losses are equal to the last bit on the machine that wrote them. Other CPUs add up in another order, so the comparison
-allows a relative difference of 1e-5, and 1e-3 for Muon, whose orthogonalization computes in bf16. Continuing without the
-optimizer state, or one batch off, is wrong by over 1e-3 (1e-2 for all but Muon) within a few batches.
+Losses are equal to the last bit on the machine that wrote them. Other CPUs add up in another order: with the plainest
+kernels of torch and MKL the losses differ by 2e-7, so the comparison allows a relative difference of 1e-5. Continuing
+without the optimizer's state differs by 1e-3 and more.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 FROZEN = HERE / "frozen"
 EXPECTED = json.loads((FROZEN / "expected.json").read_text())
 ROOT, PYTHON = "@ROOT@", "@PYTHON@"  # stand for the folder and the interpreter of whoever wrote the examples
+CLOSE = 1e-5
 LONG_AGO = 1_600_000_000
 
 
@@ -87,17 +88,17 @@ def assert_same_logits(found: torch.Tensor, expected: list[float]) -> None:
 # --- run folders and checkpoints
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("stopped", 1e-5), ("skipped", 1e-3), ("sharded", 1e-5)])
-def test_an_interrupted_run_continues_with_the_same_losses(root: Path, name: str, tolerance: float) -> None:
+@pytest.mark.parametrize("name", ["stopped", "skipped", "sharded"])
+def test_an_interrupted_run_continues_with_the_same_losses(root: Path, name: str) -> None:
     expected = EXPECTED["runs"][name]
     before = (root / name / "metrics.jsonl").read_text().splitlines()
     ingot("train", f"{name}/config.yaml")
     found = losses(name)
-    assert found == pytest.approx(expected["losses"], rel=tolerance)
+    assert found == pytest.approx(expected["losses"], rel=CLOSE)
     after = (root / name / "metrics.jsonl").read_text().splitlines()
     kept = sum(json.loads(line)["time/batch"] <= expected["step"] for line in before)
     assert after[:kept] == before[:kept], "it started over"
-    assert json.loads(after[-1])["metrics/eval/LanguageCrossEntropy"] == pytest.approx(expected["eval"], rel=tolerance)
+    assert json.loads(after[-1])["metrics/eval/LanguageCrossEntropy"] == pytest.approx(expected["eval"], rel=CLOSE)
     assert (root / name / "FINISHED").exists() and not (root / name / "owner.json").exists()
 
 
@@ -105,17 +106,23 @@ def test_a_run_of_two_processes_continues_in_two(root: Path) -> None:
     command = [sys.executable, "-m", "ingot.cli.main", "train", "sharded/config.yaml", "--nproc", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert losses("sharded") == pytest.approx(EXPECTED["runs"]["sharded"]["losses"], rel=1e-5)
+    assert losses("sharded") == pytest.approx(EXPECTED["runs"]["sharded"]["losses"], rel=CLOSE)
 
 
 def test_a_run_with_dropout_continues_where_it_was(root: Path) -> None:
-    # v0.1 drew its masks from a state that later versions may do without, so losses are close and not equal
+    # v0.1 drew its masks from a state that later versions may do without, so losses are close and not equal;
+    # other masks change them by up to 3%
     expected = EXPECTED["runs"]["dropout"]
     ingot("train", "dropout/config.yaml")
     found, step = losses("dropout"), expected["step"]
     assert found.keys() == expected["losses"].keys()
     for batch, loss in expected["losses"].items():
-        assert found[batch] == pytest.approx(loss, rel=1e-5 if int(batch) <= step else 0.1), batch
+        assert found[batch] == pytest.approx(loss, rel=CLOSE if int(batch) <= step else 0.05), batch
+
+
+def test_a_run_with_dropout_continues_without_it(root: Path) -> None:
+    ingot("train", "dropout/config.yaml", *(f"model.{kind}_pdrop=0" for kind in ("resid", "emb", "attn")))
+    assert losses("dropout") == pytest.approx(EXPECTED["runs"]["dropout"]["still"], rel=CLOSE)
 
 
 def test_batches_left_out_before_stay_left_out(root: Path) -> None:
@@ -159,7 +166,7 @@ def test_weights_alone_start_another_run(root: Path) -> None:
     )
     rows = [json.loads(line) for line in (root / "next" / "metrics.jsonl").read_text().splitlines()]
     expected = EXPECTED["runs"]["weights"]["eval"]
-    assert rows[0]["metrics/eval/LanguageCrossEntropy"] == pytest.approx(expected, rel=1e-5)
+    assert rows[0]["metrics/eval/LanguageCrossEntropy"] == pytest.approx(expected, rel=CLOSE)
 
 
 # --- datasets
@@ -200,7 +207,7 @@ def test_prepared_again_the_same_text_is_the_same_bytes(root: Path) -> None:
 )
 def test_training_on_a_dataset_sees_the_same_samples(root: Path, name: str, given: list[str]) -> None:
     ingot("train", "config/tiny.yaml", "max_duration=3ba", "save_folder=run", *given, "data.eval=null")
-    assert list(losses("run").values()) == pytest.approx(EXPECTED["data"]["losses"][name], rel=1e-5)
+    assert list(losses("run").values()) == pytest.approx(EXPECTED["data"]["losses"][name], rel=CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["mds", "indexed"])
@@ -361,4 +368,4 @@ def test_a_job_script_that_was_queued_before_an_upgrade_still_runs(root: Path, c
     assert done.returncode == 0, done.stdout + done.stderr
     assert (script.parent / "code.101.0.1").read_text() == "0\n"
     assert (root / "launched" / "queued" / "FINISHED").exists()
-    assert list(losses("launched/queued").values()) == pytest.approx(EXPECTED["launched"]["local"]["losses"], rel=1e-5)
+    assert list(losses("launched/queued").values()) == pytest.approx(EXPECTED["launched"]["local"]["losses"], rel=CLOSE)
