@@ -31,6 +31,7 @@ from typing import Any
 from ingot.data.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.launch.ladder import read_failures
+from ingot.version import __version__
 
 MODEL = ["model.d_model=128", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=512", "max_seq_len=128",
          "global_train_batch_size=12", "precision=fp32", "data.eval=null",
@@ -147,7 +148,7 @@ def main() -> None:
 
     result = {
         "command": " ".join(["python", "benchmarks/faults.py", *sys.argv[1:]]),
-        "versions": {"ingot": version("ingot"), "torch": version("torch"), "python": platform.python_version()},
+        "versions": {"ingot": __version__, "torch": version("torch"), "python": platform.python_version()},
         "cores": os.cpu_count(),
         "kills": len(events),
         "detection_seconds": {"median": statistics.median(detection), "max": max(detection)},

@@ -30,6 +30,7 @@ from typing import Any
 from faults import MODEL, SAVE_SECONDS, make_data
 
 from ingot.launch.ladder import read_failures
+from ingot.version import __version__
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from cluster import Cluster, missing  # type: ignore[import-not-found]
@@ -156,7 +157,7 @@ def main() -> None:
     result = {
         "command": " ".join(["python", "benchmarks/launch.py", *sys.argv[1:]]),
         "versions": {
-            "ingot": version("ingot"),
+            "ingot": __version__,
             "torch": version("torch"),
             "python": platform.python_version(),
             "slurm": slurm,

@@ -3,11 +3,16 @@
 Anything else that escapes is a defect of ours and ends with exit code 1.
 """
 
+import shlex
+
 EXIT_FINISHED = 0
 EXIT_FAULT = 1  # something broke that may work on a second try
 EXIT_USER_ERROR = 2  # the same command would fail again
 EXIT_GIVEN_UP = 3  # tried again, to no avail: the same failure twice, or no progress; a human must look
 EXIT_CONTINUE = 75  # stopped as asked, with a checkpoint: the same command continues (EX_TEMPFAIL of sysexits.h)
+
+EXTRAS = {"hf": ("transformers>=5.0", "datasets>=4.0"), "tensorboard": ("tensorboard>=2.16",)}
+"""Optional packages, as in pyproject.toml (a test compares them)."""
 
 
 class IngotError(Exception):
@@ -52,4 +57,9 @@ class MissingExtra(IngotError):
     """An optional package is needed and not installed."""
 
     def __init__(self, what: str, extra: str):
-        super().__init__(f"{what} needs the extra '{extra}', which is not installed: pip install 'ingot[{extra}]'")
+        super().__init__(f"{what} needs the optional packages '{extra}', which are not installed: {install(extra)}")
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra. It names the packages, since an extra has no name outside a clone."""
+    return f"pip install {' '.join(map(shlex.quote, EXTRAS[extra]))}"

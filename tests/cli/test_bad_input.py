@@ -1,7 +1,6 @@
 """Bad input: one clear sentence, a non-zero exit code, no stack trace, nothing half-written."""
 
 import json
-import os
 import shutil
 import struct
 from pathlib import Path
@@ -153,22 +152,6 @@ def test_a_checkpoint_of_another_shape_cannot_be_loaded_as_start(
         ingot, "train", *TINY, "model.d_model=64", f"load_path={trained}", f"data={data}", "save_folder=run"
     )
     assert "another shape" in message and not (tmp_path / "run").exists()
-
-
-def test_a_missing_extra_is_reported_at_start_up_with_its_install_command(
-    ingot: Ingot, data: Path, tmp_path: Path
-) -> None:
-    hide = tmp_path / "hide"  # a module of that name that is not there, as far as imports can tell
-    hide.mkdir()
-    (hide / "sitecustomize.py").write_text(
-        "import importlib.util as u\nfind = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'tensorboard' else find(name, *a)\n"
-    )
-    message = refused(
-        ingot, "train", *TINY, f"data={data}", "save_folder=run", "loggers.tensorboard={}",
-        env={**os.environ, "PYTHONPATH": str(hide)},
-    )  # fmt: skip
-    assert "pip install 'ingot[tensorboard]'" in message and not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_too_large_for_the_model_is_refused(ingot: Ingot, data: Path, tmp_path: Path) -> None:

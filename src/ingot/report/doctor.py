@@ -8,7 +8,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-EXTRAS = {"hf": "transformers", "tensorboard": "tensorboard"}
+from ingot.errors import EXTRAS, install
+
 TORCH_TESTED = ((2, 11), (2, 13))
 
 
@@ -25,13 +26,13 @@ class Finding:
 def examine(folder: str = ".") -> list[Finding]:
     """Look at everything a run depends on."""
     findings = [_python(), *_torch(), _disk(folder)]
-    for extra, module in EXTRAS.items():
-        if find_spec(module) is None:
-            findings.append(
-                Finding(f"extra {extra}", "warn", f"{module} is not installed", f"pip install 'ingot[{extra}]'")
-            )
+    for extra, requirements in EXTRAS.items():
+        modules = [requirement.partition(">")[0] for requirement in requirements]
+        if missing := [module for module in modules if find_spec(module) is None]:
+            findings.append(Finding(f"extra {extra}", "warn", f"{' and '.join(missing)} not installed", install(extra)))
         else:
-            findings.append(Finding(f"extra {extra}", "ok", f"{module} {metadata.version(module)}"))
+            versions = ", ".join(f"{module} {metadata.version(module)}" for module in modules)
+            findings.append(Finding(f"extra {extra}", "ok", versions))
     return findings
 
 
