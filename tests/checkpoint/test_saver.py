@@ -173,7 +173,8 @@ def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "latest").write_text("garbage")  # whatever pointers others may leave
     (tmp_path / "checkpoints" / "3").mkdir()
     manifest, problems = newest_good(tmp_path, Ranks())
-    assert manifest is not None and manifest.step == 2 and problems == []
+    assert manifest is not None and manifest.step == 2
+    assert problems == [f"{tmp_path}/checkpoints/3 is not a checkpoint: it has no manifest.json"]  # and says so
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,3 +250,49 @@ def test_a_mixture_continues_exactly_and_its_sources_are_counted(data: Path, tmp
     grown = mixed(cut, "max_duration=20ba", f"data.train.mix.three={{path: {data}, split: train, weight: 4}}")
     later = read_rows(grown)[-1]
     assert later["time/token/three"] > 0 and later["time/token/one"] > last["time/token/one"]
+
+
+def weights_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*.safetensors")}
+
+
+def test_a_run_whose_manifests_are_gone_is_refused_and_its_weights_are_kept(data: Path, tmp_path: Path) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=6ba", "save_interval=2ba")
+    for manifest in (folder / "checkpoints").glob("*/manifest.json"):
+        manifest.unlink()
+    before = weights_of(folder)
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/6 .*checkpoints/4 .*checkpoints/2 .*--fresh"):
+        run(data, folder, "max_duration=8ba")
+    assert weights_of(folder) == before and len(before) == 6
+    (folder / "FINISHED").unlink()  # the same for a run that had not finished
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json"):
+        run(data, folder, "max_duration=8ba")
+    run(data, folder, "max_duration=2ba", fresh=True)
+    assert steps_in(folder / "checkpoints") == [2]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_has_saved_but_lost_all_checkpoints_is_refused(data: Path, tmp_path: Path, finished: bool) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=6ba", "save_interval=2ba")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    if not finished:
+        (folder / "FINISHED").unlink()
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"has saved checkpoints, and none of them is there; restore .*--fresh"):
+        run(data, folder, "max_duration=8ba")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_newest_checkpoint_without_manifest_is_named_by_all_verbs(
+    data: Path, tmp_path: Path, ingot: Ingot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=6ba", "save_interval=2ba")
+    (folder / "checkpoints" / "6" / "manifest.json").unlink()
+    verified = ingot("checkpoint", "verify", str(folder), check=False)
+    assert verified.returncode == 2 and "checkpoints/6: INCOMPLETE" in verified.stdout
+    assert "checkpoints/4: 2 files" in verified.stdout
+    said = ingot("generate", str(folder), "--prompt", "The", "--max-new-tokens", "1").stderr
+    assert "checkpoints/6 is incomplete" in said and "using" in said
+    run(data, folder, "max_duration=6ba")
+    assert "checkpoints/6 is not a checkpoint: it has no manifest.json; trying the one" in capsys.readouterr().out

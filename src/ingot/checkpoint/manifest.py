@@ -187,9 +187,19 @@ def check_regular(path: Path) -> int:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run's `checkpoints` folder, oldest first."""
+    return [step for step in _numbered(folder) if (folder / str(step) / MANIFEST).is_file()]
+
+
+def incomplete_steps(folder: Path) -> list[int]:
+    """Steps whose folder has no manifest. A save renames its folder into place only after writing one, so the manifest
+    was deleted, or a copy into this folder was cut off."""
+    return [step for step in _numbered(folder) if not (folder / str(step) / MANIFEST).exists()]
+
+
+def _numbered(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+    return sorted(int(p.name) for p in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name) and p.is_dir())
 
 
 def remove(folder: Path) -> None:

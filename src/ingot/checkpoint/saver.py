@@ -49,6 +49,7 @@ class Saver:
         self.news: list[tuple[str, bool]] = []
         """What to tell the user, oldest first, and whether it is a warning; the loop takes it from here."""
         self.problem: str | None = None  # why the last save failed
+        self.saved_step: int | None = None  # of the newest checkpoint
         self.stall_seconds = self.write_seconds = 0.0
         """Of the last save: what the loop waited, and how long the thread took."""
         self._thread: threading.Thread | None = None
@@ -128,6 +129,7 @@ class Saver:
             self._fail(answer["problem"])
             return
         self.problem = None
+        self.saved_step = step
         self.news.append((f"saved {answer['saved']}", False))
         if answer["upload"] and self.uploader is not None:
             self.uploader.start(Path(answer["saved"]))

@@ -24,11 +24,12 @@ from ingot.parallel.world import World
 from ingot.train.config import RunConfig
 from ingot.train.events import Reporter
 from ingot.train.optimizer import Optimizer
-from ingot.train.run_files import METRICS
+from ingot.train.run_files import FINISHED, METRICS
 
 if TYPE_CHECKING:
     from ingot.parallel.apply import Spread
 
+SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
 PATIENCE = 30.0  # seconds for a save in flight when a run fails
 
 
@@ -163,8 +164,21 @@ class Saving:
             self.reporter.warn(f"{problem}; trying the one before it")
         if self.uploader is not None and self.ranks.first and not (self.folder / METRICS).exists():
             (self.folder / METRICS).write_bytes(self.uploader.remote.read(METRICS) or b"")  # the run has moved here
+        if manifest is None and self._has_saved_before():
+            raise CheckpointError(
+                f"{self.folder} holds a run that has saved checkpoints, and none of them is there; restore "
+                f"{self.folder / CHECKPOINTS}, choose another save_folder, or start over with --fresh"
+            )
         self.uploaded = manifest.step if manifest is not None else 0
+        self.saver.saved_step = manifest.step if manifest is not None else None
         return manifest
+
+    def _has_saved_before(self) -> bool:
+        """Whether the run folder says that a save succeeded; a run that crashed before its first one starts over."""
+        metrics = self.folder / METRICS
+        return (self.folder / FINISHED).exists() or (
+            metrics.is_file() and f'"{SAVED_STEP}"'.encode() in metrics.read_bytes()
+        )
 
     def load_weights(self, path: str) -> None:
         """Start from the weights of another run, checkpoint or Hugging Face folder, which may be at a URL."""

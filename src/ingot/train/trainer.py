@@ -47,7 +47,7 @@ from ingot.train.optimizer import Optimizer
 from ingot.train.run_files import FINISHED, GUARDS, TOKENIZER
 from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, write_config
 from ingot.train.sample_log import SampleLog, cut_back
-from ingot.train.saving import Saving
+from ingot.train.saving import SAVED_STEP, Saving
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
 from ingot.train.stop import StopRequest, start_compilers
@@ -417,6 +417,8 @@ class Trainer:
         if window.checkpoint:
             row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
             row["checkpoint/write_seconds"] = self.saving.saver.write_seconds
+        if self.saving.saver.saved_step is not None:
+            row[SAVED_STEP] = self.saving.saver.saved_step
         if self.config.precision == "fp16":
             row["trainer/loss_scale"] = self.step.scaler.get_scale()
         return loss, row
