@@ -296,3 +296,33 @@ def test_a_newest_checkpoint_without_manifest_is_named_by_all_verbs(
     assert "checkpoints/6 is incomplete" in said and "using" in said
     run(data, folder, "max_duration=6ba")
     assert "checkpoints/6 is not a checkpoint: it has no manifest.json; trying the one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"train_seconds": None}, {"train_seconds": "x"}, {"train_seconds": -1}, {"left_out": None}, {"left_out": [-1]},
+     {"guard": -1}, {"reporter": "x"}, {"reporter": {"metrics_bytes": -1}}, {"scaler": []}, {"data": None}],
+)  # fmt: skip
+def test_state_of_the_wrong_type_is_damage_and_nothing_is_touched(
+    data: Path, whole: Path, tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path = folder / "checkpoints" / "30" / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"state": content["state"] | wrong}))
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=rf"manifest.json is damaged: .*{next(iter(wrong))}"):
+        run(data, folder, "max_duration=34ba", "scheduler.name=constant_with_warmup")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and (folder / "FINISHED").exists()
+
+
+def test_a_manifest_of_a_negative_step_is_passed_over(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=4ba", "save_interval=2ba")
+    path = folder / "checkpoints" / "4" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": -1}))
+    run(data, folder, "max_duration=4ba", "save_interval=2ba")
+    said = capsys.readouterr().out
+    assert "negative step" in said and "at batch 2 of 4" in said

@@ -128,6 +128,10 @@ def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
         manifest = msgspec.structs.replace(msgspec.json.decode(text, type=Manifest), folder=folder)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {error}") from None
+    if manifest.step < 0 or manifest.parts < 1 or any(file.bytes < 0 for file in manifest.files.values()):
+        raise CheckpointError(f"{where} is damaged: it has a negative step or size, or no parts")
+    if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and int(folder.name) != manifest.step:
+        raise CheckpointError(f"{where} is damaged: it is of step {manifest.step}, unlike its folder")
     for name in manifest.files:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
             raise CheckpointError(f"{where} names a file outside its folder: {name!r}")

@@ -45,7 +45,7 @@ from ingot.train.memory import OutOfMemory, is_out_of_memory
 from ingot.train.microbatch import choose_microbatch, choose_recompute, remember_too_much
 from ingot.train.optimizer import Optimizer
 from ingot.train.run_files import FINISHED, GUARDS, TOKENIZER
-from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, write_config
+from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, read_state, write_config
 from ingot.train.sample_log import SampleLog, cut_back
 from ingot.train.saving import SAVED_STEP, Saving
 from ingot.train.schedule import lr_multiplier
@@ -484,11 +484,11 @@ class Trainer:
             if self.config.load_path is not None and is_url(self.config.load_path) and self.batch == 0:
                 self.saving.load_weights(self.config.load_path)
             return None
-        state = manifest.state
         if not manifest.has_training_state and manifest.step == 0:  # imported
             self.saving.load(manifest)
             self.reporter.note(f"starting from the weights in {manifest.folder}")
             return None
+        state = read_state(manifest)
         for text in changed_keys(self.config, manifest):
             self.reporter.note(f"since the checkpoint, {text}")
         if manifest.step > self.total:
@@ -502,17 +502,17 @@ class Trainer:
                 f"weights in another folder with load_path={manifest.folder}, or start over with --fresh"
             )
         tokenizer = self.tokenizer.fingerprint() if self.tokenizer is not None else None
-        if None not in (tokenizer, state.get("tokenizer")) and tokenizer != state["tokenizer"]:
+        if None not in (tokenizer, state.tokenizer) and tokenizer != state.tokenizer:
             raise CheckpointError(f"{manifest.folder} was trained with another tokenizer; put it back, or use --fresh")
-        self.data.resume(state["data"], manifest.step * self.config.global_train_batch_size)
+        self.data.resume(state.data, manifest.step * self.config.global_train_batch_size)
         self.saving.load(manifest)
-        self.step.scaler.load_state_dict(state["scaler"])
-        self.left_out |= set(state.get("left_out", []))
-        self.guard.restore(state.get("guard", []))
+        self.step.scaler.load_state_dict(state.scaler)
+        self.left_out |= set(state.left_out)
+        self.guard.restore(state.guard)
         self.batch = manifest.step
-        self.train_seconds = float(state.get("train_seconds", 0.0))
+        self.train_seconds = state.train_seconds
         self.reporter.note(f"resumed from {manifest.folder} at batch {self.batch} of {self.total}")
-        return state.get("reporter")
+        return state.reporter
 
 
 def _find_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:
