@@ -2,7 +2,9 @@
 says so, and an identical continuation."""
 
 import os
+import pty
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ def stopped_at(run: Run) -> int:
     [
         signal.SIGTERM,
         pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
@@ -84,3 +87,28 @@ def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(da
     assert f"belongs to a run that is going on, process {run.ranks()[0]} on" in said
     run.process.terminate()
     run.end(code=75)
+
+
+@pytest.mark.parametrize("nproc", [0, 2])  # 0: no launcher, the command itself trains
+def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path, nproc: int) -> None:
+    run = Run(data, tmp_path / "run", nproc=nproc, **SLOW_STEPS)
+    if not nproc:
+        run.command[-2:] = []
+    ours, theirs = pty.openpty()
+    run.process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *run.command], env=run.env, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    run.wait_for_batch(5)
+    os.close(ours)  # the system sends HUP, and writing to the terminal fails from now on
+    assert run.process.wait(60) == 75
+    assert 5 <= stopped_at(run) < BATCHES and not (run.folder / "owner.json").exists()
+
+
+def test_nohup_keeps_a_run_going_after_a_hangup(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS)
+    run.command[:0] = ["nohup"]
+    run.start().wait_for_batch(3)
+    run.process.send_signal(signal.SIGHUP)
+    run.end()
+    assert (run.folder / "FINISHED").exists()
