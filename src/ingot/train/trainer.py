@@ -40,6 +40,7 @@ from ingot.train.fingerprint import code_hash, config_hash
 from ingot.train.garbage import Garbage
 from ingot.train.guards import CorruptReplica, Finding, Guard
 from ingot.train.heartbeat import Heartbeat
+from ingot.train.host_memory import check_host_memory
 from ingot.train.lease import Lease
 from ingot.train.memory import OutOfMemory, is_out_of_memory
 from ingot.train.microbatch import choose_microbatch, choose_recompute, remember_too_much
@@ -95,6 +96,8 @@ class Trainer:
             config.parallel, place.world, config.model, config.global_train_batch_size, config.work,
             devices.device_memory(self.device), place.local_world,
         )  # fmt: skip
+        if self.device.type == "cpu":  # before the processes meet, so before any of them takes memory
+            check_host_memory(config, self.layout, place.local_world)
         spread = place.world > 1 or config.parallel.shard == 1
         if spread:
             devices.check_spread(config, self.layout)
