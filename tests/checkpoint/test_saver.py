@@ -16,6 +16,7 @@ from ingot.checkpoint.remote import newest_good
 from ingot.checkpoint.saver import Saver
 from ingot.checkpoint.shard import write_blocks
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
+from ingot.errors import CheckpointError
 
 
 def state(value: float = 1.0) -> Tensors:
@@ -189,3 +190,20 @@ def test_consolidating_gives_the_same_tensors_in_one_file_of_each_kind(tmp_path:
     out = consolidate(read_manifest(path), tmp_path / "out", [MODEL])
     assert sorted(os.listdir(out)) == ["manifest.json", "model.safetensors"]
     assert_equal(read(out), {MODEL: state()[MODEL]})
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    save_checkpoint(run, 1, state(1), {})
+    size = (run / "checkpoints" / "1" / "manifest.json").stat().st_size
+    monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(CheckpointError, match="state_dict_type=full"):
+        save_checkpoint(run, 2, state(2), {})
+    saver = Saver(run)
+    saver.save(3, state(3), {})
+    saver.wait()
+    assert saver.problem is not None and "state_dict_type=full" in saver.problem and saver.saved_step is None
+    assert os.listdir(run / "checkpoints") == ["1"]
+    monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size)
+    save_checkpoint(run, 2, state(2), {})
+    read_manifest(run / "checkpoints" / "2")

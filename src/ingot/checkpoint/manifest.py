@@ -93,7 +93,18 @@ def write_manifest(manifest: Manifest) -> None:
         for section, entries in manifest.tensors.items()
     )
     text = json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n'
+    if (size := len(text.encode())) > MAX_MANIFEST_BYTES:
+        raise too_large(size)
     write_atomically(manifest.folder / MANIFEST, text)
+
+
+def too_large(size: int) -> CheckpointError:
+    """A manifest that `read_manifest` would refuse must not be written: the checkpoint could never be loaded."""
+    return CheckpointError(
+        f"a checkpoint's manifest would be {size >> 20} MiB, and only {MAX_MANIFEST_BYTES >> 20} MiB can be read, "
+        "since it lists the part of every tensor that each process holds; set state_dict_type=full, or let fewer "
+        "processes share a tensor (parallel.shard)"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -28,7 +28,7 @@ from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.remote import Uploader
 from ingot.checkpoint.shard import blocks_of, bytes_of, header_of, in_order, write_blocks
 from ingot.checkpoint.store import DRAFT, put_in_place
-from ingot.errors import disk_error
+from ingot.errors import CheckpointError, disk_error
 from ingot.parallel.weights import local
 from ingot.parallel.world import World
 
@@ -175,6 +175,9 @@ class Saver:
                 write_manifest(Manifest(step, plan.parts, files, plan.entries, state, draft))
                 target = put_in_place(draft, step)
                 return json.dumps({"saved": str(target), "upload": self.after(step, final)})
+        except CheckpointError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            return json.dumps({"problem": str(error)})
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.run, error))
         shutil.rmtree(draft, ignore_errors=True)

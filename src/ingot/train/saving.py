@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ingot.checkpoint.hf import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.manifest import CHECKPOINTS, MODEL, OPTIMIZER, Manifest, remove, steps_in
+from ingot.checkpoint.manifest import (
+    CHECKPOINTS,
+    MAX_MANIFEST_BYTES,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    remove,
+    steps_in,
+    too_large,
+)
 from ingot.checkpoint.place import find_places, is_url
 from ingot.checkpoint.plan import Tensors
 from ingot.checkpoint.ranks import Ranks
@@ -20,6 +29,7 @@ from ingot.checkpoint.shard import DTYPES
 from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
 from ingot.config.time import Clock
 from ingot.errors import CheckpointError, DiskError, disk_error
+from ingot.parallel.weights import local
 from ingot.parallel.world import World
 from ingot.train.config import RunConfig
 from ingot.train.events import Reporter
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
     from ingot.parallel.apply import Spread
 
 SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
+ESTIMATE_MARGIN = 1.25  # of the manifest's size: the write checks the true one
 PATIENCE = 30.0  # seconds for a save in flight when a run fails
 
 
@@ -51,6 +62,7 @@ class Saving:
         self.reporter, self.spread = reporter, spread
         self.folder = Path(config.run_folder)
         self.ranks = Ranks(world, "resume")
+        self.stages = spread.mesh.layout.pipeline if spread is not None else 1
         self.full = config.state_dict_type == "full"
         self.saver = Saver(self.folder, world, self.full)
         self.saver.after = self._saved
@@ -152,6 +164,19 @@ class Saving:
             return time.monotonic() - self.uploaded_at >= interval.seconds
         every = self.clock.interval(interval)
         return not every or step // every > self.uploaded // every
+
+    def check_manifest_size(self) -> None:
+        """Fail before step 1 if the manifest would be too large to be read; an estimate from this process's parts."""
+        total = 0
+        for parameter, name in {} if self.full else self.names.items():
+            shape, part = tuple(parameter.shape), local(parameter)
+            pieces = -(-parameter.numel() // max(part.numel(), 1))  # each of which some process writes
+            slots = [s for s in self.optimizer.state_shapes({name: shape}).values() if s]
+            kept = 1 if self.config.save_weights_only else 1 + len(slots)
+            total += kept * pieces * len(f"[{self.ranks.count},{list(shape)},{list(part.shape)}],".replace(" ", ""))
+        total *= self.stages
+        if total > ESTIMATE_MARGIN * MAX_MANIFEST_BYTES:
+            raise too_large(total)
 
     # --- coming back
 

@@ -190,6 +190,7 @@ class Trainer:
             self.lease = open_run_folder(config, fresh)
             cleanup.callback(self.lease.release)
             check_disk_space(self.folder, (4 if config.save_weights_only else 12) * parameters)  # weights, moments
+            self.saving.check_manifest_size()
             clear_drafts(self.folder)
         if self.world is not None:
             self.world.agree("folder", {})  # nobody looks for checkpoints before rank 0 has cleared the folder
