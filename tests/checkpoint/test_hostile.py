@@ -109,6 +109,9 @@ DAMAGE = {
     "type": (lambda f: rewrite(f, tensors={MODEL: {"w": {"dtype": "object", "shape": [], "chunks": []}}}), "unknown type"),
     "other shape": (lambda f: rewrite(f, tensors={MODEL: {"w": {"dtype": "F32", "shape": [1000], "chunks": [[0, [0], [1000]]]}}}),
                     "not the file that the manifest means"),
+    "negative step": (lambda f: rewrite(f, step=-1), "damaged: it has a negative step"),
+    "other step": (lambda f: rewrite(f, step=7), "damaged: it is of step 7, unlike its folder"),
+    "no parts": (lambda f: rewrite(f, parts=0), "or no parts"),
     "wrong types": (lambda f: rewrite(f, files=[1, 2]), "damaged"),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from ingot.checkpoint.saver import Saver
 from ingot.checkpoint.shard import write_blocks
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
 from ingot.config.load import load_config
+from ingot.errors import CheckpointError
 from ingot.train.config import RunConfig
 from ingot.train.saving import Saving
 
@@ -181,7 +182,8 @@ def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "latest").write_text("garbage")  # whatever pointers others may leave
     (tmp_path / "checkpoints" / "3").mkdir()
     manifest, problems = newest_good(tmp_path, Ranks())
-    assert manifest is not None and manifest.step == 2 and problems == []
+    assert manifest is not None and manifest.step == 2
+    assert problems == [f"{tmp_path}/checkpoints/3 is not a checkpoint: it has no manifest.json"]  # and says so
 
 
 @pytest.mark.parametrize(
@@ -250,3 +252,20 @@ def test_everything_is_on_disk_before_what_relies_on_it(tmp_path: Path, monkeypa
         "rename /.old-5 /.remove-.old-5-PID",
         "delete /.remove-.old-5-PID",
     ]
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    save_checkpoint(run, 1, state(1), {})
+    size = (run / "checkpoints" / "1" / "manifest.json").stat().st_size
+    monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size - 1)
+    with pytest.raises(CheckpointError, match="state_dict_type=full"):
+        save_checkpoint(run, 2, state(2), {})
+    saver = Saver(run)
+    saver.save(3, state(3), {})
+    saver.wait()
+    assert saver.problem is not None and "state_dict_type=full" in saver.problem and saver.saved_step is None
+    assert os.listdir(run / "checkpoints") == ["1"]
+    monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size)
+    save_checkpoint(run, 2, state(2), {})
+    read_manifest(run / "checkpoints" / "2")

@@ -169,3 +169,19 @@ def test_debug_writes_the_stack_trace_to_a_file_and_not_to_the_screen(ingot: Ing
 def test_wrong_options_are_refused_by_name(ingot: Ingot) -> None:
     done = ingot("train", "demo", "--frehs", check=False)
     assert done.returncode == 2 and "--frehs" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", [("train",), ("launch", "local", "--profile", "cpu"), ("launch", "slurm", "-N", "1")])
+def test_a_run_without_a_recipe_is_refused_and_the_recipes_are_named(
+    ingot: Ingot, data: Path, tmp_path: Path, verb: tuple[str, ...]
+) -> None:
+    message = refused(ingot, *verb, f"data={data}", "save_folder=run", "max_duration=1ba")
+    assert "names no recipe" in message and "mpt-125m" in message and "pythia-14m" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_file_counts_as_a_recipe(ingot: Ingot, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own=1.yaml").write_text("model: {d_model: 32, n_heads: 4, n_layers: 2, vocab_size: 320}\n")
+    rest = [text for text in TINY if not text.startswith("model.")]
+    ingot("train", "own=1.yaml", *rest, f"data={data}", "save_folder=run", "max_duration=1ba", "scheduler.t_warmup=0ba")
+    assert (tmp_path / "run" / "FINISHED").exists()

@@ -2,13 +2,16 @@
 says so, and an identical continuation."""
 
 import os
+import pty
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from runs import BATCHES, Run, assert_as_if_nothing_happened, whole
 
 from ingot.checkpoint.manifest import steps_in
+from ingot.train.lease import clear_stop_request
 
 __all__ = ["whole"]
 SLOW_STEPS = {"kind": "slow", "rank": 0, "batch": 1}  # so that there is time to ask
@@ -26,6 +29,7 @@ def stopped_at(run: Run) -> int:
     [
         signal.SIGTERM,
         pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
@@ -84,3 +88,58 @@ def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(da
     assert f"belongs to a run that is going on, process {run.ranks()[0]} on" in said
     run.process.terminate()
     run.end(code=75)
+
+
+@pytest.mark.parametrize("nproc", [0, 2])  # 0: no launcher, the command itself trains
+def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path, nproc: int) -> None:
+    run = Run(data, tmp_path / "run", nproc=nproc, **SLOW_STEPS)
+    if not nproc:
+        run.command[-2:] = []
+    ours, theirs = pty.openpty()
+    run.process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *run.command], env=run.env, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    run.wait_for_batch(5)
+    os.close(ours)  # the system sends HUP, and writing to the terminal fails from now on
+    assert run.process.wait(60) == 75
+    assert 5 <= stopped_at(run) < BATCHES and not (run.folder / "owner.json").exists()
+
+
+def test_nohup_keeps_a_run_going_after_a_hangup(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS)
+    run.command[:0] = ["nohup"]
+    run.start().wait_for_batch(3)
+    run.process.send_signal(signal.SIGHUP)
+    run.end()
+    assert (run.folder / "FINISHED").exists()
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_stop_during_start_up_is_honored_and_one_of_an_earlier_life_is_not(
+    data: Path, tmp_path: Path, nproc: int
+) -> None:
+    run = Run(data, tmp_path / "run", "max_duration=2ba", nproc=nproc)
+    if not nproc:
+        run.command = [*run.command[: run.command.index("--nproc")], "max_duration=2ba"]
+    run.folder.mkdir()
+    (run.folder / "STOP").touch()
+    run.start()
+    run.wait(lambda: not (run.folder / "STOP").exists())  # of the earlier life; the processes only begin to start
+    (run.folder / "STOP").touch()
+    assert "the file STOP is in the run folder" in run.end(code=75)
+    assert (run.folder / "STOP").exists() and not steps_in(run.folder / "checkpoints")
+    assert not (run.folder / "metrics.jsonl").read_bytes()
+    run.run()  # typed again, the command means: go on
+    assert (run.folder / "FINISHED").exists() and not (run.folder / "STOP").exists()
+
+
+def test_a_second_command_leaves_the_stop_request_of_a_run_that_is_going_on(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
+    run.wait_for_batch(2)
+    (run.folder / "STOP").touch()
+    clear_stop_request(run.folder)  # which another command begins with
+    assert (run.folder / "STOP").exists()
+    run.end(code=75)
+    clear_stop_request(run.folder)
+    assert not (run.folder / "STOP").exists()

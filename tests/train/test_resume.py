@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,3 +250,89 @@ def test_a_mixture_continues_exactly_and_its_sources_are_counted(data: Path, tmp
     grown = mixed(cut, "max_duration=20ba", f"data.train.mix.three={{path: {data}, split: train, weight: 4}}")
     later = read_rows(grown)[-1]
     assert later["time/token/three"] > 0 and later["time/token/one"] > last["time/token/one"]
+
+
+def weights_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*.safetensors")}
+
+
+def test_a_run_whose_manifests_are_gone_is_refused_and_its_weights_are_kept(data: Path, tmp_path: Path) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=6ba", "save_interval=2ba")
+    for manifest in (folder / "checkpoints").glob("*/manifest.json"):
+        manifest.unlink()
+    before = weights_of(folder)
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/6 .*checkpoints/4 .*checkpoints/2 .*--fresh"):
+        run(data, folder, "max_duration=8ba")
+    assert weights_of(folder) == before and len(before) == 6
+    (folder / "FINISHED").unlink()  # the same for a run that had not finished
+    with pytest.raises(CheckpointError, match=r"it has no manifest\.json"):
+        run(data, folder, "max_duration=8ba")
+    run(data, folder, "max_duration=2ba", fresh=True)
+    assert steps_in(folder / "checkpoints") == [2]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_has_saved_but_lost_all_checkpoints_is_refused(data: Path, tmp_path: Path, finished: bool) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=6ba", "save_interval=2ba")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        shutil.rmtree(checkpoint)
+    if not finished:
+        (folder / "FINISHED").unlink()
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"has saved checkpoints, and none of them is there; restore .*--fresh"):
+        run(data, folder, "max_duration=8ba")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_newest_checkpoint_without_manifest_is_named_by_all_verbs(
+    data: Path, tmp_path: Path, ingot: Ingot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=6ba", "save_interval=2ba")
+    (folder / "checkpoints" / "6" / "manifest.json").unlink()
+    verified = ingot("checkpoint", "verify", str(folder), check=False)
+    assert verified.returncode == 2 and "checkpoints/6: INCOMPLETE" in verified.stdout
+    assert "checkpoints/4: 2 files" in verified.stdout
+    said = ingot("generate", str(folder), "--prompt", "The", "--max-new-tokens", "1").stderr
+    assert "checkpoints/6 is incomplete" in said and "using" in said
+    run(data, folder, "max_duration=6ba")
+    assert "checkpoints/6 is not a checkpoint: it has no manifest.json; trying the one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"train_seconds": None}, {"train_seconds": "x"}, {"train_seconds": -1}, {"left_out": None}, {"left_out": [-1]},
+     {"guard": -1}, {"reporter": "x"}, {"reporter": {"metrics_bytes": -1}}, {"scaler": []}, {"data": None}],
+)  # fmt: skip
+def test_state_of_the_wrong_type_is_damage_and_nothing_is_touched(
+    data: Path, whole: Path, tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path = folder / "checkpoints" / "30" / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"state": content["state"] | wrong}))
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=rf"manifest.json is damaged: .*{next(iter(wrong))}"):
+        run(data, folder, "max_duration=34ba", "scheduler.name=constant_with_warmup")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics and (folder / "FINISHED").exists()
+
+
+def test_a_manifest_of_a_negative_step_is_passed_over(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run(data, tmp_path / "run", "max_duration=4ba", "save_interval=2ba")
+    path = folder / "checkpoints" / "4" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": -1}))
+    run(data, folder, "max_duration=4ba", "save_interval=2ba")
+    said = capsys.readouterr().out
+    assert "negative step" in said and "at batch 2 of 4" in said
+
+
+def test_a_manifest_beyond_the_limit_is_refused_before_the_first_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.train.saving.MAX_MANIFEST_BYTES", 500)  # in place of thousands of processes
+    with pytest.raises(CheckpointError, match=r"a checkpoint's manifest would be .*state_dict_type=full"):
+        run(data, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    run(data, tmp_path / "run", "max_duration=2ba", "state_dict_type=full")

@@ -93,7 +93,18 @@ def write_manifest(manifest: Manifest) -> None:
         for section, entries in manifest.tensors.items()
     )
     text = json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n'
+    if (size := len(text.encode())) > MAX_MANIFEST_BYTES:
+        raise too_large(size)
     write_atomically(manifest.folder / MANIFEST, text)
+
+
+def too_large(size: int) -> CheckpointError:
+    """A manifest that `read_manifest` would refuse must not be written: the checkpoint could never be loaded."""
+    return CheckpointError(
+        f"a checkpoint's manifest would be {size >> 20} MiB, and only {MAX_MANIFEST_BYTES >> 20} MiB can be read, "
+        "since it lists the part of every tensor that each process holds; set state_dict_type=full, or let fewer "
+        "processes share a tensor (parallel.shard)"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -128,6 +139,10 @@ def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
         manifest = msgspec.structs.replace(msgspec.json.decode(text, type=Manifest), folder=folder)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {error}") from None
+    if manifest.step < 0 or manifest.parts < 1 or any(file.bytes < 0 for file in manifest.files.values()):
+        raise CheckpointError(f"{where} is damaged: it has a negative step or size, or no parts")
+    if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and int(folder.name) != manifest.step:
+        raise CheckpointError(f"{where} is damaged: it is of step {manifest.step}, unlike its folder")
     for name in manifest.files:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
             raise CheckpointError(f"{where} names a file outside its folder: {name!r}")
@@ -187,9 +202,19 @@ def check_regular(path: Path) -> int:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the checkpoints in a run's `checkpoints` folder, oldest first."""
+    return [step for step in _numbered(folder) if (folder / str(step) / MANIFEST).is_file()]
+
+
+def incomplete_steps(folder: Path) -> list[int]:
+    """Steps whose folder has no manifest. A save renames its folder into place only after writing one, so the manifest
+    was deleted, or a copy into this folder was cut off."""
+    return [step for step in _numbered(folder) if not (folder / str(step) / MANIFEST).exists()]
+
+
+def _numbered(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+    return sorted(int(p.name) for p in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", p.name) and p.is_dir())
 
 
 def remove(folder: Path) -> None:

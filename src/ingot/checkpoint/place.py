@@ -88,6 +88,17 @@ def find_places(where: str | Remote) -> list[Place]:
     remote = Remote(where) if isinstance(where, str) else where
     if remote.size(MANIFEST) is not None:
         return [Place(remote, "")]
+    return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is not None]
+
+
+def incomplete_places(where: str) -> list[Place]:
+    """The numbered folders of a run that have no manifest: it was deleted, or an upload has not finished."""
+    remote = Remote(where)
+    if remote.size(MANIFEST) is not None:
+        return []
+    return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is None]
+
+
+def _numbered(remote: Remote) -> list[Place]:
     steps = sorted(int(name) for name in remote.names(CHECKPOINTS, required=True) if re.fullmatch("[0-9]+", name))
-    places = [Place(remote, f"{CHECKPOINTS}/{step}/") for step in steps]
-    return [place for place in places if remote.size(place.prefix + MANIFEST) is not None]
+    return [Place(remote, f"{CHECKPOINTS}/{step}/") for step in steps]

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST, Manifest, read_manifest, steps_in, verify, write_manifest
+from ingot.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    incomplete_steps,
+    read_manifest,
+    steps_in,
+    verify,
+    write_manifest,
+)
 from ingot.checkpoint.place import Place, find_places
 from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.store import DRAFT, put_in_place, share_of
@@ -39,13 +48,16 @@ def newest_good(run: Path, ranks: Ranks, remote: Remote | None = None) -> tuple[
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
-        raise CheckpointError(f"{problems[0]}; no other checkpoint of this run is intact: start over with --fresh")
+        raise CheckpointError(
+            f"{'; '.join(problems)}; no checkpoint of this run is intact: restore one, choose another save_folder, or "
+            "delete them and start over with --fresh"
+        )
     return None, problems
 
 
 def _candidates(run: Path, remote: Remote | None) -> list[tuple[int, bool]]:
     """Steps and whether they are here, the best first. A store that does not answer is no store without checkpoints."""
-    steps = [(step, True) for step in steps_in(run / CHECKPOINTS)]
+    steps = [(step, True) for step in [*steps_in(run / CHECKPOINTS), *incomplete_steps(run / CHECKPOINTS)]]
     try:
         steps += [(place.step, False) for place in find_places(remote)] if remote is not None else []
     except DataError as error:

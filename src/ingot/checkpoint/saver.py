@@ -28,7 +28,7 @@ from ingot.checkpoint.ranks import Ranks
 from ingot.checkpoint.remote import Uploader
 from ingot.checkpoint.shard import blocks_of, bytes_of, header_of, in_order, write_blocks
 from ingot.checkpoint.store import DRAFT, put_in_place
-from ingot.errors import disk_error
+from ingot.errors import CheckpointError, disk_error
 from ingot.parallel.weights import local
 from ingot.parallel.world import World
 
@@ -49,6 +49,7 @@ class Saver:
         self.news: list[tuple[str, bool]] = []
         """What to tell the user, oldest first, and whether it is a warning; the loop takes it from here."""
         self.problem: str | None = None  # why the last save failed
+        self.saved_step: int | None = None  # of the newest checkpoint
         self.stall_seconds = self.write_seconds = 0.0
         """Of the last save: what the loop waited, and how long the thread took."""
         self._thread: threading.Thread | None = None
@@ -128,6 +129,7 @@ class Saver:
             self._fail(answer["problem"])
             return
         self.problem = None
+        self.saved_step = step
         self.news.append((f"saved {answer['saved']}", False))
         if answer["upload"] and self.uploader is not None:
             self.uploader.start(Path(answer["saved"]))
@@ -173,6 +175,9 @@ class Saver:
                 write_manifest(Manifest(step, plan.parts, files, plan.entries, state, draft))
                 target = put_in_place(draft, step)
                 return json.dumps({"saved": str(target), "upload": self.after(step, final)})
+        except CheckpointError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            return json.dumps({"problem": str(error)})
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.run, error))
         shutil.rmtree(draft, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from ingot.checkpoint.manifest import (
     Entry,
     Manifest,
     file_name,
+    incomplete_steps,
     read_manifest,
     remove,
     steps_in,
@@ -98,6 +100,10 @@ def find_checkpoint(path: Path) -> Manifest:
         manifest = read_manifest(path)
     elif steps := steps_in(path / CHECKPOINTS):
         manifest = read_manifest(path / CHECKPOINTS / str(steps[-1]))
+        for step in incomplete_steps(path / CHECKPOINTS):
+            if step > steps[-1]:
+                skipped = f"{path / CHECKPOINTS / str(step)} is incomplete (it has no {MANIFEST}) and was skipped"
+                print(f"warning: {skipped}; using {manifest.folder}", file=sys.stderr)
     elif not path.exists():
         raise CheckpointError(f"no such run or checkpoint: {path}")
     else:

@@ -31,14 +31,19 @@ def show_list(where: Where) -> None:
 
 @checkpoint_app.command("verify")
 def verify(where: Where) -> None:
-    """Check every file of every checkpoint against its size and hash; exit code 2 if one is damaged.
+    """Check every file of every checkpoint against its size and hash; exit code 2 if one is damaged or has no
+    manifest.
 
     Example: ingot checkpoint verify s3://bucket/run
     """
+    from ingot.checkpoint.place import incomplete_places
     from ingot.errors import CheckpointError
 
-    problems = []
-    for place in _places(where):
+    places, problems = _places(where), []
+    for place in incomplete_places(where):
+        problems.append(f"{place} is incomplete: it has no manifest.json")
+        print(f"{place}: INCOMPLETE: it has no manifest.json, which was deleted or not yet uploaded")
+    for place in places:
         try:
             manifest = place.manifest()
             for name, file in manifest.files.items():
@@ -48,7 +53,7 @@ def verify(where: Where) -> None:
             problems.append(str(error))
             print(f"{place}: DAMAGED: {error}")
     if problems:
-        raise CheckpointError(f"{len(problems)} damaged: {problems[0]}")
+        raise CheckpointError(f"{len(problems)} damaged or incomplete: {problems[0]}")
 
 
 @checkpoint_app.command("show")
@@ -154,12 +159,15 @@ def consolidate(
 
 def _places(where: str) -> "list[Place]":
     from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
-    from ingot.checkpoint.place import find_places, is_url
+    from ingot.checkpoint.place import find_places, incomplete_places, is_url
     from ingot.errors import CheckpointError
 
     if not is_url(where) and not Path(where).exists():
         raise CheckpointError(f"no such run or checkpoint: {where}")
     if not (places := find_places(where)):
+        if incomplete := incomplete_places(where):
+            named = ", ".join(map(str, incomplete))
+            raise CheckpointError(f"{where} holds no complete checkpoint: there is no {MANIFEST} in {named}")
         raise CheckpointError(f"{where} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/STEP/{MANIFEST}")
     return places
 

@@ -40,7 +40,7 @@ def train(
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same
         # before torch is loaded: a model that fills a GPU has no room for fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    from ingot.config.load import load_config
+    from ingot.config.load import check_recipe, load_config
     from ingot.launch.local import run_processes
     from ingot.launch.node import find_node
     from ingot.parallel.fit import choose_layout
@@ -48,6 +48,7 @@ def train(
     from ingot.train.config import RunConfig
     from ingot.train.heartbeat import dump_stacks_on_request
 
+    check_recipe(arguments)
     config = load_config(RunConfig, arguments, dialect=dialect)
     place = find_place()
     if place.world > 1 and (nproc or world_size):

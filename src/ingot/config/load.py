@@ -8,6 +8,7 @@ Files of other stacks are recognised by their keys and translated (`dialects`); 
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ingot.config.arguments import read_words
 from ingot.config.dialects import DIALECTS
 from ingot.config.dialects.table import Dialect, Translation, ancestors, flatten
 from ingot.config.names import plain_name_from
-from ingot.config.recipes import find_recipe
+from ingot.config.recipes import find_recipe, recipe_names
 from ingot.config.schema import closest_key, known_keys
 from ingot.config.script import read_script
 from ingot.config.secrets import strings_in
@@ -75,6 +76,19 @@ def load_config(
     if "name" in schema.model_fields and command.sources:
         values.setdefault("name", plain_name_from(command.sources[0].path.stem))
     return validate(schema, values, origins)
+
+
+def check_recipe(arguments: Sequence[str]) -> None:
+    """Refuse overrides alone: without a recipe, a file or a key of the model, the defaults are a model of 1.3 billion
+    parameters that nobody asked for."""
+    for argument in arguments:
+        if "=" not in argument or argument.startswith(("--", "model.", "model=")) or os.path.isfile(argument):
+            return
+    names = ", ".join(recipe_names())
+    raise ConfigError(
+        "the command names no recipe, so the model is unknown; add a recipe, a config file or model.* keys, for "
+        f"example `ingot train mpt-125m {' '.join(arguments[:1])}`; the recipes are {names}"
+    )
 
 
 def translate(schema: type[BaseModel], arguments: Sequence[str], dialect: str | None = None) -> Translation:

@@ -25,7 +25,8 @@ from ingot.launch.hang import explain_hang
 from ingot.launch.ladder import node_name
 from ingot.launch.node import Node
 from ingot.launch.transport import TransportWatch, log_to
-from ingot.parallel.place import STORE_FD
+from ingot.parallel.place import ATTEMPT, STORE_FD
+from ingot.train.hangup import ignores_hangup, leave_terminal
 from ingot.train.heartbeat import STACKS_VARIABLE, make_file, read_beat
 from ingot.train.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
 
@@ -34,7 +35,7 @@ LOOK_SECONDS = 0.25  # between looks at the heartbeats
 WELL = (0, EXIT_CONTINUE)
 TEMPORARY, LOCK = "ingot-launch-", "lock"
 LEFT_ALONE = "a process on another machine failed"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 KILLED_BY_REQUEST = tuple(-number for number in STOP_SIGNALS)
 
 
@@ -130,7 +131,7 @@ def _start(
             "LOCAL_WORLD_SIZE": str(node.processes), "NODE_RANK": str(node.node_rank),
             "MASTER_ADDR": node.address, "MASTER_PORT": str(port), VARIABLE: str(folder / str(rank)),
             HEARTBEAT_VARIABLE: str(folder / f"beat-{rank}"), STACKS_VARIABLE: str(logs / f"stacks-{rank}.txt"),
-            "INGOT_ATTEMPT": number,
+            ATTEMPT: number,
         }  # fmt: skip
         if rank in nccl_logs:
             nccl_logs[rank].unlink(missing_ok=True)  # of an earlier attempt
@@ -203,6 +204,8 @@ def _forward_signals(processes: Mapping[int, subprocess.Popen]) -> Iterator[list
     def forward(number: int, frame: object) -> None:
         if number == signal.SIGINT and signal.SIGINT in asked:
             raise StopNow
+        if number == signal.SIGHUP:
+            leave_terminal()
         asked.append(number)
         more = "; once more ends it now" if number == signal.SIGINT else ""
         print(f"{signal.Signals(number).name}: the run saves after this step and stops{more}", file=sys.stderr)
@@ -210,7 +213,7 @@ def _forward_signals(processes: Mapping[int, subprocess.Popen]) -> Iterator[list
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS if not ignores_hangup(number)}
     try:
         yield asked
     finally:

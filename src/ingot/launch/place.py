@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ingot.config.load import load_config
+from ingot.config.load import check_recipe, load_config
 from ingot.errors import ConfigError
 from ingot.launch.ladder import read_history
 from ingot.launch.profiles import find_profile, launch_defaults
@@ -29,6 +29,7 @@ def place_training(
     arguments: list[str], options: dict[str, Any], dialect: str | None = None
 ) -> tuple[LaunchSpec, list[str]]:
     """The spec of a training run, and sentences on what was decided."""
+    check_recipe(arguments)
     config = load_config(RunConfig, arguments, dialect=dialect)
     run = Path(config.run_folder).absolute()
     values, notes = with_defaults(options)

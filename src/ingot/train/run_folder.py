@@ -3,14 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ingot.checkpoint.manifest import Manifest, write_atomically
+import msgspec
+
+from ingot.checkpoint.manifest import MANIFEST, Manifest, write_atomically
 from ingot.config.load import to_yaml
 from ingot.errors import CheckpointError, disk_error
 from ingot.train.config import RunConfig
 from ingot.train.lease import Lease
-from ingot.train.run_files import CONFIG, LOGS, OURS, STOP
+from ingot.train.run_files import CONFIG, LOGS, OURS
 
 # A run that continued with another value here would not be the run that the checkpoint is of.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
@@ -28,7 +30,6 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
     try:
         run.mkdir(parents=True, exist_ok=True)
         lease = Lease(run)
-        (run / STOP).unlink(missing_ok=True)  # whoever starts a run wants it to run
         if fresh:
             for name in OURS:
                 path = run / name
@@ -62,6 +63,29 @@ def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
             "save checkpoints in", run,
             OSError(f"one checkpoint takes {checkpoint_bytes / 1e9:.2f} GB and only {free / 1e9:.2f} GB are free"),
         )  # fmt: skip
+
+
+class ResumeState(msgspec.Struct):
+    """What a resumed run takes from the manifest's `state`."""
+
+    data: dict[str, Any]
+    scaler: dict[str, Any]
+    tokenizer: Any = None
+    left_out: list[Annotated[int, msgspec.Meta(ge=1)]] = []
+    guard: list[float] = []
+    train_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    reporter: dict[str, Annotated[int, msgspec.Meta(ge=0)]] | None = None
+
+
+def read_state(manifest: Manifest) -> ResumeState:
+    """The state to resume from, checked by type and bounds: a manifest may come from anywhere."""
+    try:
+        return msgspec.convert(manifest.state, ResumeState)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{manifest.folder / MANIFEST} is damaged: its state is not that of a run ({error}); restore it, or move "
+            f"{manifest.folder} away to continue from the checkpoint before it"
+        ) from None
 
 
 def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:

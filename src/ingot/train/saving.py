@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ingot.checkpoint.hf import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.manifest import CHECKPOINTS, MODEL, OPTIMIZER, Manifest, remove, steps_in
+from ingot.checkpoint.manifest import (
+    CHECKPOINTS,
+    MAX_MANIFEST_BYTES,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    remove,
+    steps_in,
+    too_large,
+)
 from ingot.checkpoint.place import find_places, is_url
 from ingot.checkpoint.plan import Tensors
 from ingot.checkpoint.ranks import Ranks
@@ -20,15 +29,18 @@ from ingot.checkpoint.shard import DTYPES
 from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
 from ingot.config.time import Clock
 from ingot.errors import CheckpointError, DiskError, disk_error
+from ingot.parallel.weights import local
 from ingot.parallel.world import World
 from ingot.train.config import RunConfig
 from ingot.train.events import Reporter
 from ingot.train.optimizer import Optimizer
-from ingot.train.run_files import METRICS
+from ingot.train.run_files import FINISHED, METRICS
 
 if TYPE_CHECKING:
     from ingot.parallel.apply import Spread
 
+SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
+ESTIMATE_MARGIN = 1.25  # of the manifest's size: the write checks the true one
 PATIENCE = 30.0  # seconds for a save in flight when a run fails
 
 
@@ -50,6 +62,7 @@ class Saving:
         self.reporter, self.spread = reporter, spread
         self.folder = Path(config.run_folder)
         self.ranks = Ranks(world, "resume")
+        self.stages = spread.mesh.layout.pipeline if spread is not None else 1
         self.full = config.state_dict_type == "full"
         self.saver = Saver(self.folder, world, self.full)
         self.saver.after = self._saved
@@ -152,6 +165,19 @@ class Saving:
         every = self.clock.interval(interval)
         return not every or step // every > self.uploaded // every
 
+    def check_manifest_size(self) -> None:
+        """Fail before step 1 if the manifest would be too large to be read; an estimate from this process's parts."""
+        total = 0
+        for parameter, name in {} if self.full else self.names.items():
+            shape, part = tuple(parameter.shape), local(parameter)
+            pieces = -(-parameter.numel() // max(part.numel(), 1))  # each of which some process writes
+            slots = [s for s in self.optimizer.state_shapes({name: shape}).values() if s]
+            kept = 1 if self.config.save_weights_only else 1 + len(slots)
+            total += kept * pieces * len(f"[{self.ranks.count},{list(shape)},{list(part.shape)}],".replace(" ", ""))
+        total *= self.stages
+        if total > ESTIMATE_MARGIN * MAX_MANIFEST_BYTES:
+            raise too_large(total)
+
     # --- coming back
 
     def find(self) -> Manifest | None:
@@ -163,8 +189,21 @@ class Saving:
             self.reporter.warn(f"{problem}; trying the one before it")
         if self.uploader is not None and self.ranks.first and not (self.folder / METRICS).exists():
             (self.folder / METRICS).write_bytes(self.uploader.remote.read(METRICS) or b"")  # the run has moved here
+        if manifest is None and self._has_saved_before():
+            raise CheckpointError(
+                f"{self.folder} holds a run that has saved checkpoints, and none of them is there; restore "
+                f"{self.folder / CHECKPOINTS}, choose another save_folder, or start over with --fresh"
+            )
         self.uploaded = manifest.step if manifest is not None else 0
+        self.saver.saved_step = manifest.step if manifest is not None else None
         return manifest
+
+    def _has_saved_before(self) -> bool:
+        """Whether the run folder says that a save succeeded; a run that crashed before its first one starts over."""
+        metrics = self.folder / METRICS
+        return (self.folder / FINISHED).exists() or (
+            metrics.is_file() and f'"{SAVED_STEP}"'.encode() in metrics.read_bytes()
+        )
 
     def load_weights(self, path: str) -> None:
         """Start from the weights of another run, checkpoint or Hugging Face folder, which may be at a URL."""

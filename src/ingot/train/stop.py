@@ -1,8 +1,8 @@
 """Asking a run to stop: it saves after the step at hand and ends, on all processes after the same step.
 
-TERM and USR2, one INT (Ctrl-C), a file STOP in the run folder and `max_wall_time` all mean that. A second INT means:
-now. A request may reach one process only, so it is spread over all: a flag is reduced in the background while a step
-runs, and looked at after it. Nothing on the device waits for it.
+TERM, USR2, HUP (the terminal is gone), one INT (Ctrl-C), a file STOP in the run folder and `max_wall_time` all mean
+that. A second INT means: now. A request may reach one process only, so it is spread over all: a flag is reduced in the
+background while a step runs, and looked at after it. Nothing on the device waits for it.
 """
 
 import signal
@@ -14,9 +14,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from ingot.train.hangup import ignores_hangup, leave_terminal
 from ingot.train.run_files import STOP
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 STOP_FILE_SECONDS = 1.0  # how often the run folder is looked at
 
 # numbered, so that the greatest of all processes can be found by a reduction
@@ -48,7 +49,7 @@ class StopRequest:
         self.looked = 0.0
         self.before: dict[signal.Signals, object] = {}
         if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+            self.before = {s: signal.signal(s, self._handle) for s in SIGNALS if not ignores_hangup(s)}
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.reduction: dist.Work | None = None
 
@@ -59,6 +60,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.number == REASONS.index("SIGINT"):
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            leave_terminal()
         self.number = REASONS.index(signal.Signals(number).name)
 
     def _look(self) -> int:
@@ -69,6 +72,14 @@ class StopRequest:
             self.looked = now
             self.number = 2 if (self.folder / STOP).exists() else 0
         return self.number
+
+    def before_first_step(self) -> str:
+        """Why not to begin at all, the same on every process: a file STOP that was made while the run started. Signals
+        and wall time count after the step: a run that is started again and again gets on by a step each time."""
+        self.flag.fill_(2 if (self.folder / STOP).exists() else 0)
+        if dist.is_initialized():
+            dist.all_reduce(self.flag, op=dist.ReduceOp.MAX)
+        return REASONS[int(self.flag)]
 
     def after_step(self) -> str:
         """Why the run must stop now, the same on every process; empty to go on."""

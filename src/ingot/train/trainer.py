@@ -40,14 +40,15 @@ from ingot.train.fingerprint import code_hash, config_hash
 from ingot.train.garbage import Garbage
 from ingot.train.guards import CorruptReplica, Finding, Guard
 from ingot.train.heartbeat import Heartbeat
+from ingot.train.host_memory import check_host_memory
 from ingot.train.lease import Lease
 from ingot.train.memory import OutOfMemory, is_out_of_memory
 from ingot.train.microbatch import choose_microbatch, choose_recompute, remember_too_much
 from ingot.train.optimizer import Optimizer
 from ingot.train.run_files import FINISHED, GUARDS, TOKENIZER
-from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, write_config
+from ingot.train.run_folder import changed_keys, check_disk_space, open_run_folder, read_state, write_config
 from ingot.train.sample_log import SampleLog, cut_back
-from ingot.train.saving import Saving
+from ingot.train.saving import SAVED_STEP, Saving
 from ingot.train.schedule import lr_multiplier
 from ingot.train.step import TrainStep
 from ingot.train.stop import StopRequest, start_compilers
@@ -95,6 +96,8 @@ class Trainer:
             config.parallel, place.world, config.model, config.global_train_batch_size, config.work,
             devices.device_memory(self.device), place.local_world,
         )  # fmt: skip
+        if self.device.type == "cpu":  # before the processes meet, so before any of them takes memory
+            check_host_memory(config, self.layout, place.local_world)
         spread = place.world > 1 or config.parallel.shard == 1
         if spread:
             devices.check_spread(config, self.layout)
@@ -187,6 +190,7 @@ class Trainer:
             self.lease = open_run_folder(config, fresh)
             cleanup.callback(self.lease.release)
             check_disk_space(self.folder, (4 if config.save_weights_only else 12) * parameters)  # weights, moments
+            self.saving.check_manifest_size()
             clear_drafts(self.folder)
         if self.world is not None:
             self.world.agree("folder", {})  # nobody looks for checkpoints before rank 0 has cleared the folder
@@ -215,7 +219,7 @@ class Trainer:
         eval_every = self.clock.interval(config.eval_interval)
         loss: float | None = None
         evaluation: Evaluation | None = None
-        reason = ""
+        reason = self.stop.before_first_step()
         batches = self._open_batches()
         last_save = time.monotonic()
         window = self._open_window()
@@ -417,6 +421,8 @@ class Trainer:
         if window.checkpoint:
             row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
             row["checkpoint/write_seconds"] = self.saving.saver.write_seconds
+        if self.saving.saver.saved_step is not None:
+            row[SAVED_STEP] = self.saving.saver.saved_step
         if self.config.precision == "fp16":
             row["trainer/loss_scale"] = self.step.scaler.get_scale()
         return loss, row
@@ -482,11 +488,11 @@ class Trainer:
             if self.config.load_path is not None and is_url(self.config.load_path) and self.batch == 0:
                 self.saving.load_weights(self.config.load_path)
             return None
-        state = manifest.state
         if not manifest.has_training_state and manifest.step == 0:  # imported
             self.saving.load(manifest)
             self.reporter.note(f"starting from the weights in {manifest.folder}")
             return None
+        state = read_state(manifest)
         for text in changed_keys(self.config, manifest):
             self.reporter.note(f"since the checkpoint, {text}")
         if manifest.step > self.total:
@@ -500,17 +506,17 @@ class Trainer:
                 f"weights in another folder with load_path={manifest.folder}, or start over with --fresh"
             )
         tokenizer = self.tokenizer.fingerprint() if self.tokenizer is not None else None
-        if None not in (tokenizer, state.get("tokenizer")) and tokenizer != state["tokenizer"]:
+        if None not in (tokenizer, state.tokenizer) and tokenizer != state.tokenizer:
             raise CheckpointError(f"{manifest.folder} was trained with another tokenizer; put it back, or use --fresh")
-        self.data.resume(state["data"], manifest.step * self.config.global_train_batch_size)
+        self.data.resume(state.data, manifest.step * self.config.global_train_batch_size)
         self.saving.load(manifest)
-        self.step.scaler.load_state_dict(state["scaler"])
-        self.left_out |= set(state.get("left_out", []))
-        self.guard.restore(state.get("guard", []))
+        self.step.scaler.load_state_dict(state.scaler)
+        self.left_out |= set(state.left_out)
+        self.guard.restore(state.guard)
         self.batch = manifest.step
-        self.train_seconds = float(state.get("train_seconds", 0.0))
+        self.train_seconds = state.train_seconds
         self.reporter.note(f"resumed from {manifest.folder} at batch {self.batch} of {self.total}")
-        return state.get("reporter")
+        return state.reporter
 
 
 def _find_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:

@@ -1,0 +1,68 @@
+"""A model that this machine cannot hold is refused with its numbers, before the system kills the process."""
+
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Ingot
+
+from ingot.config.load import load_config
+from ingot.errors import ConfigError
+from ingot.parallel.config import Layout
+from ingot.train.config import RunConfig
+from ingot.train.host_memory import available_memory, check_host_memory
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
+def test_a_model_beyond_this_machine_is_refused_with_its_numbers(
+    ingot: Ingot, data: Path, tmp_path: Path, nproc: list[str]
+) -> None:
+    size = ["model.d_model=131072", "model.n_heads=1024", "model.n_layers=96"]  # 20 trillion parameters
+    done = ingot("train", *TINY, *size, "device=cpu", f"data={data}", "save_folder=run", *nproc, check=False)
+    said = done.stderr
+    assert done.returncode == 2 and "Traceback" not in said
+    assert "parameters; training it takes at least" in said and "GiB are available" in said
+    assert "smaller recipe" in said and "parallel.shard" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_bound_is_16_bytes_per_parameter_shared_by_the_processes_that_shard_it() -> None:
+    config = load_config(RunConfig, ["mpt-1b", "activation_checkpointing=full"])
+    state = 16 * config.model.parameters
+    check_host_memory(config, Layout(), 1, state + GIB)  # it fits: no word
+    for layout, processes, share in [(Layout(), 1, 1.0), (Layout(shard=4), 4, 1.0), (Layout(shard=4), 2, 0.5),
+                                     (Layout(replicate=2, shard=2), 4, 2.0), (Layout(tensor=2, pipeline=2), 4, 1.0)]:  # fmt: skip
+        with pytest.raises(ConfigError, match="choose a smaller recipe"):
+            check_host_memory(config, layout, processes, int(share * state))
+        check_host_memory(config, layout, processes, int(share * state) + 4 * GIB)
+
+
+def fake_system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:  8388608 kB\nMemAvailable:  4194304 kB\nSwapFree:  1048576 kB\nHugePages_Total: 0\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 5 * GIB),
+        ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/memory.max": f"{2 * GIB}\n",
+          "sys/fs/cgroup/job/step/memory.max": "max\n"}, 2 * GIB),  # the limit of the group above counts
+        ({"proc/self/cgroup": "0::/elsewhere\n", "sys/fs/cgroup/memory.max": f"{3 * GIB}\n"}, 3 * GIB),  # a container
+        ({"proc/self/cgroup": "4:cpu,memory:/x\n1:cpu:/\n",
+          "sys/fs/cgroup/memory/x/memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{64 * GIB}\n"}, 5 * GIB),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert available_memory(fake_system(tmp_path, {"proc/meminfo": MEMINFO} | files)) == expected
+
+
+def test_without_a_word_from_the_system_nothing_is_refused(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
