@@ -53,7 +53,10 @@ def record_failure(message: str, exit_code: int, error: BaseException | None) ->
     if path is None:
         return False
     failure = Failure(redact(message), kind_of(error), exit_code, time.time(), getattr(error, "fits", None))
-    Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    except OSError:  # a full disk: the sentence on standard error and the exit code are what is left
+        return False
     return True
 
 
