@@ -8,7 +8,7 @@ from pathlib import Path
 from ingot.errors import ConfigError, IngotError
 from ingot.launch import kubernetes
 from ingot.launch.array import ARRAY, LAST, render_array, render_last
-from ingot.launch.back_end import LIVING, job_states
+from ingot.launch.back_end import is_living, job_states
 from ingot.launch.image import expected_sum
 from ingot.launch.jobs import add_job, read_jobs
 from ingot.launch.ladder import mark_start
@@ -86,7 +86,7 @@ def _alone(spec: LaunchSpec) -> Iterator[None]:
         states = job_states(run)
         if states is None:
             raise ConfigError(f"nobody can be asked whether a job of {run} is still running; try again later")
-        if living := [f"{job} is {state}" for job, state in states.items() if state in LIVING]:
+        if living := [f"{job} is {state}" for job, state in states.items() if is_living(state)]:
             raise ConfigError(f"{run} has a job already: {living[0]}; stop it first with `ingot stop {run}`")
         yield
 
