@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,27 @@ def test_a_killed_rank_is_started_again_inside_the_allocation(
     (failure,) = read_failures(run.folder)
     assert failure["host"] in ("n1", "n2") and failure["rank"] == 1 and "signal 9" in failure["message"]
     assert failure["message"] in run.ingot("logs", str(run.folder), "--errors")
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
+def test_a_killed_node_agent_is_a_failure_and_not_a_request_to_stop(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """As by the OOM killer: srun then ends the other node's task with TERM."""
+    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all").submit()
+    run.wait_for_batch(10)
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # a process that has just ended
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"ingot.launch.worker" in words and b"SLURMD_NODENAME=n2" in (path / "environ").read_bytes().split(
+                b"\0"
+            ):
+                os.kill(int(path.name), signal.SIGKILL)
+    run.wait_for_end()
+    assert run.states() == ["COMPLETED"], run.output()
+    assert "run 75" not in run.output() and f"attempt {run.job}.0.2 on" in run.output()
+    assert [failure["host"] for failure in read_failures(run.folder)] == [""]  # n1 saw only that its peer was gone
     assert_as_if_nothing_happened(run.folder, whole)
 
 

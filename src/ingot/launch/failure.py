@@ -18,6 +18,7 @@ LOST_PEER = (
     "nccl",
     "connection was likely closed",
 )
+LEFT_ALONE = "a process on another machine failed"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return self.kind != "transport" and any(text in self.message.lower() for text in LOST_PEER)
+        return self.kind != "transport" and any(text in self.message.lower() for text in (*LOST_PEER, LEFT_ALONE))
 
 
 def kind_of(error: BaseException | None) -> str:

@@ -44,7 +44,7 @@ POLL_SECONDS = 0.05
 
 
 class AskedToStop(Exception):
-    """A signal came meanwhile."""
+    """A signal came meanwhile; its argument is the signal's number."""
 
 
 class Decided(Exception):
@@ -281,7 +281,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
-        raise AskedToStop
+        raise AskedToStop(number)
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:

@@ -28,6 +28,7 @@ HEAD = r"""
 set -euo pipefail
 umask 027
 
+life=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} # one start of this job
 ended() { [[ -e $RUN/FINISHED || -e $RUN/STOP || -e $LAUNCH/HALT ]]; }
 if ended; then
   echo "nothing to do: $RUN has FINISHED, STOP or launch/HALT in it"
@@ -63,6 +64,7 @@ asked='' pid='' attempt=0 silent=0 step=$((${#STAGE} > 0)) # steps are counted; 
 # shellcheck disable=SC2317  # called by the traps
 forward() {
   asked=$1
+  echo "$1" >"$LAUNCH/stop.$life" || true # first: the nodes tell a request from srun's own TERM by it
   [[ -z $pid ]] || scancel --signal=USR2 "$SLURM_JOB_ID.$step" 2>/dev/null || true
 }
 trap 'forward USR2' USR2
@@ -70,8 +72,12 @@ trap 'forward TERM' TERM
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 while :; do
+  if [[ -n $asked ]]; then # between two attempts
+    code=75
+    break
+  fi
   attempt=$((attempt + 1))
-  id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
+  id=$life.$attempt
   good=()
   for host in "${hosts[@]}"; do
     grep -qxF -- "$host" "$LAUNCH/bad.$SLURM_JOB_ID" 2>/dev/null || good+=("$host")
@@ -116,7 +122,11 @@ done
 
 if [[ -e $RUN/FINISHED ]]; then exit 0; fi
 last=$((${SLURM_ARRAY_TASK_ID:-1} == ${SLURM_ARRAY_TASK_MAX:-1}))
-if [[ $asked != TERM && $code != 0 && $code != 2 && $code != 3 && $last == 1 ]] && ! ended; then
+if ended || [[ $last == 0 ]]; then
+  :
+elif [[ $code == 75 && ! -e $LAUNCH/stop.$life ]]; then
+  echo "the run stopped by itself (max_wall_time), so the job is not requeued"
+elif [[ $asked != TERM && $code != 0 && $code != 2 && $code != 3 ]]; then
   scontrol requeue "$SLURM_JOB_ID" || true # the last rung: the next job of a chain would start sooner
 fi
 if [[ $code == 75 ]]; then exit 0; fi
