@@ -1,5 +1,6 @@
 """Runs on a real Slurm (F9-F14, F30, F33, F35, F36): they end as the uninterrupted local run does, each sample once."""
 
+import hashlib
 import json
 import os
 import signal
@@ -170,6 +171,20 @@ def test_the_time_limit_is_passed_on_by_a_chain(cluster: Cluster, data: Path, wh
     assert "run 75" in run.output() and "SIGUSR2" in run.output()
     assert_as_if_nothing_happened(run.folder, whole)
     assert not read_failures(run.folder)
+
+
+@slow
+def test_nodes_that_can_never_be_given_the_image_halt_the_run(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    image = tmp_path / "ingot.sqsh"
+    image.write_bytes(b"an image")
+    (tmp_path / "ingot.sqsh.sha256").write_text(f"{hashlib.sha256(b'an image').hexdigest()}  ingot.sqsh\n")
+    run = Launched(cluster, data, tmp_path / "run", "--image", str(image), "--stage", "/proc/nowhere").submit()
+    run.wait(lambda: (run.folder / "launch" / "HALT").exists())
+    run.wait_for_end()
+    assert run.states() == ["FAILED"] and run.output().count(".1: 2 nodes are needed and 0 are good") == 3, run.output()
+    said = run.ingot("status", str(run.folder))
+    assert "state: halted: 3 starts of the job have led to no new checkpoint" in said
+    assert f"cannot copy {image} to /proc/nowhere on n1,n2" in said
 
 
 @slow

@@ -150,10 +150,12 @@ class Worker:
         from ingot.launch.preflight import AskedToStop, Preflight, Verdict  # what it imports is of no use elsewhere
 
         def note(verdict: Verdict) -> None:
+            # Another attempt without a bad node is not the same attempt again. That ends when the spares are used up.
+            swapped = self.on_slurm and bool(verdict.bad)
             for problem in verdict.problems[:1]:  # one line per attempt: the ladder counts them
                 more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
                 record(self.run_folder, attempt=self.attempt, rank=self.place, batch=-1, kind=problem.kind,
-                       message=problem.message + more, progress=False, host=problem.host)  # fmt: skip
+                       message=problem.message + more, progress=swapped, host=problem.host)  # fmt: skip
             self._leave_out(verdict.bad)
 
         try:
