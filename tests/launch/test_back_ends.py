@@ -14,6 +14,7 @@ import pytest
 import yaml
 from specs import put_on_path
 
+from ingot.launch.back_end import is_living
 from ingot.launch.jobs import add_job, read_jobs
 from ingot.launch.kubernetes import state_of
 from ingot.launch.ladder import newest_checkpoint
@@ -162,6 +163,31 @@ def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
     forgotten = "sys.exit('slurm_load_jobs error: Invalid job id specified')"
     put_on_path(monkeypatch, tmp_path / "bin", "squeue", forgotten)
     assert "state: stopped by the file STOP" in ingot("status", str(run)).stdout
+
+
+@pytest.mark.parametrize(
+    "state", ["SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD", "STOPPED", "STAGE_OUT", "A_NEW_STATE"]
+)
+def test_a_job_that_has_not_ended_for_good_keeps_the_run_folder(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot: Callable[..., Any], state: str
+) -> None:
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)
+    add_job(run, "slurm", "42")
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42 {state}')")
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "sbatch", "print(43)")
+    refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
+    assert refused.returncode == 2 and f"has a job already: 42 is {state}" in refused.stderr
+    assert not calls.exists()
+    assert "state: queued" in ingot("status", str(run)).stdout
+
+
+@pytest.mark.parametrize(
+    "state", ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL",
+              "PREEMPTED", "REVOKED"],
+)  # fmt: skip
+def test_a_job_that_has_ended_does_not(state: str) -> None:
+    assert not is_living(state)
 
 
 def test_neither_a_folder_nor_a_job_is_a_sentence(tmp_path: Path, ingot: Callable[..., Any]) -> None:

@@ -81,7 +81,7 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     assert lines[2 : 2 + len(options)] == options
     names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in options]
     assert len(set(names)) == len(names) and set(names) <= OPTIONS
-    assert len(lines) == 2 + len(options) + 8, head  # six values, a comment, the array
+    assert len(lines) == 2 + len(options) + 11, head  # nine values, a comment, the array
     assert "\r" not in head
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     run = subprocess.run(["bash", "-c", head + SHOW], cwd=folder, capture_output=True, text=True, check=True)

@@ -263,6 +263,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
             step = run / "checkpoints" / str(1 + len(list((run / "checkpoints").glob("*"))))
             step.mkdir(parents=True)
             (step / "manifest.json").touch()
+        if end == "lost":
+            return Outcome(1, False)
         if end in ("fault", "progress"):
             return Outcome(1, False, 0, Failure("lost a GPU", "machine", 1, 0.0))
         return Outcome({"finished": 0, "stopped": 75}[end], end == "stopped")
@@ -279,6 +281,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
         (["progress", "progress", "fault", "progress", "finished"], 0),
         (["fault", "fault"], EXIT_AGAIN),  # new pods
         (["stopped"], EXIT_AGAIN),  # a drained node, say: the run goes on elsewhere
+        (["lost", "lost", "lost"], EXIT_AGAIN),  # attempts of which nothing is recorded: new pods
     ],
 )
 def test_a_pod_ends_with_what_kubernetes_should_do(

@@ -1,11 +1,14 @@
 """Runs on a real Slurm (F9-F14, F30, F33, F35, F36): they end as the uninterrupted local run does, each sample once."""
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,6 +115,27 @@ def test_a_killed_rank_is_started_again_inside_the_allocation(
 
 
 @slow
+def test_a_killed_node_agent_is_a_failure_and_not_a_request_to_stop(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """As by the OOM killer: srun then ends the other node's task with TERM."""
+    run = Launched(cluster, data, tmp_path / "run", kind="slow", rank=0, batch=1, attempts="all").submit()
+    run.wait_for_batch(10)
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # a process that has just ended
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if b"ingot.launch.worker" in words and b"SLURMD_NODENAME=n2" in (path / "environ").read_bytes().split(
+                b"\0"
+            ):
+                os.kill(int(path.name), signal.SIGKILL)
+    run.wait_for_end()
+    assert run.states() == ["COMPLETED"], run.output()
+    assert "run 75" not in run.output() and f"attempt {run.job}.0.2 on" in run.output()
+    assert [failure["host"] for failure in read_failures(run.folder)] == [""]  # n1 saw only that its peer was gone
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@slow
 def test_a_user_error_ends_the_chain(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     run = Launched(cluster, data, tmp_path / "run", "data.train.path=/nowhere", "--chain", "3").submit()
     run.wait_for_end()
@@ -147,6 +171,20 @@ def test_the_time_limit_is_passed_on_by_a_chain(cluster: Cluster, data: Path, wh
     assert "run 75" in run.output() and "SIGUSR2" in run.output()
     assert_as_if_nothing_happened(run.folder, whole)
     assert not read_failures(run.folder)
+
+
+@slow
+def test_nodes_that_can_never_be_given_the_image_halt_the_run(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    image = tmp_path / "ingot.sqsh"
+    image.write_bytes(b"an image")
+    (tmp_path / "ingot.sqsh.sha256").write_text(f"{hashlib.sha256(b'an image').hexdigest()}  ingot.sqsh\n")
+    run = Launched(cluster, data, tmp_path / "run", "--image", str(image), "--stage", "/proc/nowhere").submit()
+    run.wait(lambda: (run.folder / "launch" / "HALT").exists())
+    run.wait_for_end()
+    assert run.states() == ["FAILED"] and run.output().count(".1: 2 nodes are needed and 0 are good") == 3, run.output()
+    said = run.ingot("status", str(run.folder))
+    assert "state: halted: 3 starts of the job have led to no new checkpoint" in said
+    assert f"cannot copy {image} to /proc/nowhere on n1,n2" in said
 
 
 @slow

@@ -84,10 +84,10 @@ def main() -> None:
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
+    # First the record: standard error may be on a full disk, and this process may be killed while it prints.
+    recorded = record_failure(message.removeprefix("error: "), code, sys.exc_info()[1])
     print(redact(message), file=sys.stderr)
-    error = sys.exc_info()[1]
-    if record_failure(message.removeprefix("error: "), code, error):
-        # standard error is this process's log; the launcher prints the sentence
+    if recorded:  # standard error is this process's log; the launcher prints the sentence
         print(redact(traceback.format_exc()), file=sys.stderr)
     if debug:
         path = Path("ingot-debug.log")

@@ -18,7 +18,7 @@ share=() # the last job has none
 # Before the time limit: back into the queue. What is done is done, and the next start goes on from there.
 trap 'scontrol requeue "$SLURM_JOB_ID" || true' USR2
 for attempt in 1 2 3 4 5; do
-  export INGOT_JOB_ATTEMPT=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
+  export INGOT_JOB_ATTEMPT=$life.$attempt
   echo "attempt $INGOT_JOB_ATTEMPT on $SLURM_JOB_NODELIST"
   srun --nodes=1 --ntasks=1 --label --open-mode=append --output="$LAUNCH/output/$INGOT_JOB_ATTEMPT.%n.out" \
     "${SRUN[@]}" "$PYTHON" -m ingot.launch.worker --spec "$LAUNCH/spec.json" "${share[@]}" &

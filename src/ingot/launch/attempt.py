@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.failure import VARIABLE, Failure, read_failure
+from ingot.launch.failure import LEFT_ALONE, VARIABLE, Failure, read_failure
 from ingot.launch.hang import explain_hang
 from ingot.launch.ladder import node_name
 from ingot.launch.node import Node
@@ -34,7 +34,6 @@ POLL_SECONDS = 0.02
 LOOK_SECONDS = 0.25  # between looks at the heartbeats
 WELL = (0, EXIT_CONTINUE)
 TEMPORARY, LOCK = "ingot-launch-", "lock"
-LEFT_ALONE = "a process on another machine failed"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
 KILLED_BY_REQUEST = tuple(-number for number in STOP_SIGNALS)
 
@@ -65,11 +64,13 @@ def run_attempt(
     number: str,
     lost: Callable[[], bool] = lambda: False,
     transport: str = "",
+    stop_requested: Callable[[Sequence[int]], bool] = lambda signals: True,
 ) -> Outcome:
     """Run `ingot ARGUMENTS` in every process of this machine until all have ended or one has failed.
 
     lost: whether another machine's processes have failed, without which these cannot go on
     transport: what NCCL must be seen to talk through; empty if it does not matter
+    stop_requested: whether these signals asked the run to stop; srun sends TERM to end what is left of a failed step
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks = range(node.first_rank, node.first_rank + node.processes)
@@ -94,7 +95,10 @@ def run_attempt(
     # a process that was killed could write no time; one that lost its peer failed because another did
     rank, failure = min(failures.items(), key=lambda item: (item[1].is_consequence, item[1].time))
     if asked and (codes.get(rank) in KILLED_BY_REQUEST or failure.is_consequence):
-        return Outcome(EXIT_CONTINUE, True)  # asked before it could listen, while it started: nobody's fault
+        if stop_requested(asked):
+            return Outcome(EXIT_CONTINUE, True)  # asked before it could listen, while it started: nobody's fault
+        if not failure.is_consequence:
+            failure = Failure(LEFT_ALONE, "machine", EXIT_FAULT, sys.float_info.max)
     beat = beats[rank]
     return Outcome(EXIT_FAULT, bool(asked), rank, failure, beat.batch + 1 if beat is not None else -1)
 

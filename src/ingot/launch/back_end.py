@@ -11,7 +11,14 @@ from ingot.launch import kubernetes, slurm
 from ingot.launch.jobs import Job, read_jobs
 from ingot.launch.spec import LAUNCH, SPEC, read_spec
 
-LIVING = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "SIGNALING")
+# Every other state may still run: one that this list does not know must not lead to a second job in the same folder.
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL",
+         "PREEMPTED", "REVOKED")  # fmt: skip
+
+
+def is_living(state: str) -> bool:
+    """Whether a job in this state runs or may run again."""
+    return state not in ENDED
 
 
 def launched_verb(run: Path) -> str:
@@ -44,7 +51,7 @@ def end_jobs(run: Path) -> str:
         states = _states(job)
         if states is None:
             done.append(f"{job.back_end} does not answer, so job {job.id} was not ended")
-        elif any(state in LIVING for state in states.values()):
+        elif any(is_living(state) for state in states.values()):
             _end(job)
             done.append(f"ended job {job.id}")
     return "; ".join(done) or "no job of it is left"

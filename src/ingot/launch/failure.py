@@ -18,6 +18,7 @@ LOST_PEER = (
     "nccl",
     "connection was likely closed",
 )
+LEFT_ALONE = "a process on another machine failed"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return self.kind != "transport" and any(text in self.message.lower() for text in LOST_PEER)
+        return self.kind != "transport" and any(text in self.message.lower() for text in (*LOST_PEER, LEFT_ALONE))
 
 
 def kind_of(error: BaseException | None) -> str:
@@ -53,7 +54,10 @@ def record_failure(message: str, exit_code: int, error: BaseException | None) ->
     if path is None:
         return False
     failure = Failure(redact(message), kind_of(error), exit_code, time.time(), getattr(error, "fits", None))
-    Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    except OSError:  # a full disk: the sentence on standard error and the exit code are what is left
+        return False
     return True
 
 

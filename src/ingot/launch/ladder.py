@@ -11,6 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,10 @@ def judge(history: list[dict[str, Any]]) -> Verdict:
     last = history[-1]
     if last["kind"] in FINAL:
         return Verdict(False, "", EXIT_USER_ERROR)
-    idle = 0
-    for failure in reversed(history):
-        if failure["progress"]:
-            break
-        idle += 1
-    earlier = [f for f in history[:-1] if f["kind"] == "program" and f["message"] == last["message"]]
+    # by attempt: of several nodes that lost a peer at the same moment, each may have written a line
+    idle = len({failure["attempt"] for failure in takewhile(lambda failure: not failure["progress"], history[::-1])})
+    earlier = [f for f in history[:-1] if f["kind"] == "program" and f["message"] == last["message"]
+               and f["attempt"] != last["attempt"]]  # fmt: skip
     if last["kind"] == "program" and earlier and idle:
         return Verdict(False, "the same error twice: trying again would not help", EXIT_GIVEN_UP)
     if idle >= NO_PROGRESS_LIMIT:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.ladder import judge, mark_start, read_failures
+from ingot.launch.ladder import NO_PROGRESS_LIMIT, judge, mark_start, newest_checkpoint, read_failures
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.worker import ATTEMPT_VARIABLE, HALT, Worker
 from ingot.train.run_files import STOP
@@ -30,6 +30,7 @@ def run_pod(spec: LaunchSpec, env: Mapping[str, str]) -> int:
     launch = env[ATTEMPT_VARIABLE]
     spec.folder.mkdir(parents=True, exist_ok=True)
     _start(spec, launch, Worker(spec, env).rank)
+    idle, newest = 0, newest_checkpoint(Path(spec.run_folder))
     for number in itertools.count(1):
         worker = Worker(spec, {**env, ATTEMPT_VARIABLE: f"{launch}.{number}"})
         if worker.code_file.exists():
@@ -40,8 +41,10 @@ def run_pod(spec: LaunchSpec, env: Mapping[str, str]) -> int:
             return 0 if (Path(spec.run_folder) / STOP).exists() else EXIT_AGAIN
         if code != EXIT_FAULT:
             return code
-        failures = read_failures(Path(spec.run_folder))
-        if [failure["progress"] for failure in failures[-2:]] == [False, False]:
+        failures, before = read_failures(Path(spec.run_folder)), newest
+        newest = newest_checkpoint(Path(spec.run_folder))
+        idle = idle + 1 if newest == before else 0  # some attempts end before a failure can be recorded
+        if [failure["progress"] for failure in failures[-2:]] == [False, False] or idle == NO_PROGRESS_LIMIT:
             return EXIT_AGAIN  # new processes did not help; perhaps other machines do
         time.sleep(judge(failures).wait)
     raise AssertionError("counting has an end")

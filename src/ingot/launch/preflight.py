@@ -49,7 +49,7 @@ def report_limit(spec: LaunchSpec | None) -> float:
 
 
 class AskedToStop(Exception):
-    """A signal came meanwhile."""
+    """A signal came meanwhile; its argument is the signal's number."""
 
 
 class Decided(Exception):
@@ -99,7 +99,7 @@ class Preflight:
                     note(verdict)
                     _write(self.folder / "verdict.json", asdict(verdict))
                     return verdict
-            return self._read_verdict()
+            return self._read_verdict(note)
 
     def _check(self) -> list[Problem]:
         begin = time.monotonic()
@@ -264,11 +264,13 @@ class Preflight:
             return False
         return True
 
-    def _read_verdict(self) -> Verdict:
+    def _read_verdict(self, note: Callable[[Verdict], None]) -> Verdict:
         path, end = self.folder / "verdict.json", time.monotonic() + 2 * ROUND_SECONDS
         while not path.exists():
             if time.monotonic() > end:
-                return Verdict([Problem(f"{self.host}: no verdict came from the node that was to write {path}")])
+                verdict = Verdict([Problem(f"{self.host}: no verdict came from the node that was to write {path}")])
+                note(verdict)  # which that node may not have lived to do
+                return verdict
             time.sleep(POLL_SECONDS)
         content = json.loads(path.read_text(encoding="utf-8"))
         return Verdict([Problem(**problem) for problem in content["problems"]], content["notes"])
@@ -286,7 +288,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
-        raise AskedToStop
+        raise AskedToStop(number)
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:

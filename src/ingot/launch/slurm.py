@@ -16,24 +16,61 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_FAULT, ConfigError, IngotError
+from ingot.launch.ladder import NO_PROGRESS_LIMIT
 from ingot.launch.node import NODES_VARIABLE
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LAUNCH, SPEC, LaunchSpec
 from ingot.launch.worker import ATTEMPT_VARIABLE
 
 SCRIPT = "job.sh"
+STARTS, ENDS = "starts", "ends"  # in the launch folder, of this launch: starts of its jobs, and why they ended
+MAX_STARTS = NO_PROGRESS_LIMIT  # of jobs in a row, without a new checkpoint
+MAX_REQUEUES = 20  # of one job, with or without
 PASSED = ("MASTER_ADDR", "MASTER_PORT", ATTEMPT_VARIABLE, NODES_VARIABLE)
 
 HEAD = r"""
 set -euo pipefail
 umask 027
 
+life=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} # one start of this job
 ended() { [[ -e $RUN/FINISHED || -e $RUN/STOP || -e $LAUNCH/HALT ]]; }
 if ended; then
   echo "nothing to do: $RUN has FINISHED, STOP or launch/HALT in it"
   exit 0
 fi
 mkdir -p "$LAUNCH/output"
+
+# Restarts are bounded, whoever caused them: this script, the next job of a chain, or Slurm after the death of a node.
+halt() { # for good, and for the rest of the chain
+  echo "$1" | tee "$LAUNCH/HALT"
+  exit 3
+}
+newest_checkpoint() {
+  local path step newest=0
+  for path in "$RUN"/checkpoints/*/manifest.json; do
+    step=${path%/manifest.json} step=${step##*/}
+    if [[ $step =~ ^[0-9]+$ ]] && ((10#$step > newest)); then newest=$((10#$step)); fi
+  done
+  echo "$newest"
+}
+halt_without_progress() { # each start is a line of the file `starts`, with the newest checkpoint that it found
+  local count host last why
+  count=$(grep -c " $(newest_checkpoint)\$" "$LAUNCH/starts" 2>/dev/null) || true
+  if ((${count:-0} >= MAX_STARTS)); then
+    read -r last host _ < <(tail -n 1 "$LAUNCH/starts")
+    why=$(grep "^$last " "$LAUNCH/ends" 2>/dev/null | tail -n 1) || true
+    why=${why:-$last on $host: it ended without a word; the node may have died}
+    halt "$count starts of the job have led to no new checkpoint: giving up; the last was $why"
+  fi
+}
+if ((${SLURM_RESTART_COUNT:-0} > MAX_REQUEUES)); then
+  halt "job $SLURM_JOB_ID has been requeued $SLURM_RESTART_COUNT times: giving up; 'ingot launch resume $RUN' continues"
+fi
+if [[ $VERB == train ]]; then
+  halt_without_progress
+  echo "$life ${SLURMD_NODENAME:-?} $(newest_checkpoint)" >>"$LAUNCH/starts"
+fi
+why='' # this start ended
 rm -f "$LAUNCH/bad.$SLURM_JOB_ID" # after a requeue all get another chance, or there might be too few for ever
 
 # The image onto each node's own disk: once, checked, the last two kept. A node where that fails is left out.
@@ -53,16 +90,21 @@ if [[ -n $STAGE ]]; then
       }
       stage "$@" || { echo "cannot copy $1 to $2 and find its SHA-256 there"; echo "$SLURMD_NODENAME" >>"$4"; }
     ' stage "$IMAGE" "$STAGE" "$digest" "$LAUNCH/bad.$SLURM_JOB_ID" || true
+  if [[ -s $LAUNCH/bad.$SLURM_JOB_ID ]]; then
+    why="cannot copy $IMAGE to $STAGE on $(sort -u "$LAUNCH/bad.$SLURM_JOB_ID" | paste -sd ,)"
+    echo "$why"
+  fi
   SRUN+=("--container-image=$STAGE/$digest.sqsh")
 fi
 """
 
 BODY = r"""
 # Asked to stop (USR2 before the time limit, TERM by scancel): tell the step to save, and go on waiting for it.
-asked='' pid='' attempt=0 silent=0 step=$((${#STAGE} > 0)) # steps are counted; staging was one
+asked='' pid='' attempt=0 silent=0 idle=0 step=$((${#STAGE} > 0)) # steps are counted; staging was one
 # shellcheck disable=SC2317  # called by the traps
 forward() {
   asked=$1
+  echo "$1" >"$LAUNCH/stop.$life" || true # first: the nodes tell a request from srun's own TERM by it
   [[ -z $pid ]] || scancel --signal=USR2 "$SLURM_JOB_ID.$step" 2>/dev/null || true
 }
 trap 'forward USR2' USR2
@@ -70,14 +112,19 @@ trap 'forward TERM' TERM
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 while :; do
+  if [[ -n $asked ]]; then # between two attempts
+    code=75
+    break
+  fi
   attempt=$((attempt + 1))
-  id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$attempt
+  id=$life.$attempt
   good=()
   for host in "${hosts[@]}"; do
     grep -qxF -- "$host" "$LAUNCH/bad.$SLURM_JOB_ID" 2>/dev/null || good+=("$host")
   done
   if ((${#good[@]} < NODES)); then
-    echo "attempt $id: $NODES nodes are needed and ${#good[@]} are good: ${good[*]-}"
+    why="$NODES nodes are needed and ${#good[@]} are good: ${good[*]:-none}${why:+; $why}"
+    echo "attempt $id: $why"
     code=1
     break
   fi
@@ -86,6 +133,7 @@ while :; do
   export MASTER_ADDR=${chosen[0]} MASTER_PORT=$((61000 + (SLURM_JOB_ID * 7 + attempt) % 4500))
   export INGOT_JOB_ATTEMPT=$id INGOT_JOB_NODES=$list
   echo "attempt $id on $list"
+  before=$(newest_checkpoint)
   srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 --nodelist="$list" --kill-on-bad-exit=1 --wait=60 \
     --overlap --label --open-mode=append --output="$LAUNCH/output/$id.%n.out" "${SRUN[@]}" \
     "$PYTHON" -m ingot.launch.worker --spec "$LAUNCH/spec.json" &
@@ -99,13 +147,16 @@ while :; do
   step=$((step + 1))
   code=$rc silent=$((silent + 1))
   if [[ -s $LAUNCH/code.$id ]]; then code=$(<"$LAUNCH/code.$id") silent=0; fi
+  why="attempt $id ended with code $code (srun: $rc)"
   echo "attempt $id ended: srun $rc, run $code"
   if ended || [[ -n $asked || $code == 0 || $code == 75 ]]; then break; fi
   if [[ $code == 2 || $code == 3 ]]; then break; fi
   if ((silent == 6)); then # the worker never got as far as to judge for itself
-    echo "$silent attempts ended without a word; what srun said is in $LAUNCH/output" | tee "$LAUNCH/HALT"
-    code=3
-    break
+    halt "$silent attempts ended without a word; what srun said is in $LAUNCH/output"
+  fi
+  if [[ $(newest_checkpoint) == "$before" ]]; then idle=$((idle + 1)); else idle=0; fi
+  if ((idle == 6 + ${#hosts[@]} - NODES)); then # the nodes judge what they record; this is for what they could not
+    halt "$idle attempts in a row have led to no new checkpoint: giving up; $why"
   fi
   # a node that the cluster has lost is not asked again
   sinfo --noheader --Node --states=down,drain,fail,no_respond --nodes="$list" --format=%N 2>/dev/null |
@@ -116,7 +167,16 @@ done
 
 if [[ -e $RUN/FINISHED ]]; then exit 0; fi
 last=$((${SLURM_ARRAY_TASK_ID:-1} == ${SLURM_ARRAY_TASK_MAX:-1}))
-if [[ $asked != TERM && $code != 0 && $code != 2 && $code != 3 && $last == 1 ]] && ! ended; then
+if [[ $code == 75 && -e $LAUNCH/stop.$life ]]; then
+  why="it was asked to save and stop (${asked:-a signal}); see --time and --signal-seconds if that came too early"
+fi
+echo "$life on ${SLURMD_NODENAME:-?}: $why" >>"$LAUNCH/ends"
+if ended || [[ $last == 0 ]]; then
+  :
+elif [[ $code == 75 && ! -e $LAUNCH/stop.$life ]]; then
+  echo "the run stopped by itself (max_wall_time), so the job is not requeued"
+elif [[ $asked != TERM && $code != 0 && $code != 2 && $code != 3 ]]; then
+  halt_without_progress
   scontrol requeue "$SLURM_JOB_ID" || true # the last rung: the next job of a chain would start sooner
 fi
 if [[ $code == 75 ]]; then exit 0; fi
@@ -154,7 +214,10 @@ def assemble(spec: LaunchSpec, nodes: int, more: Sequence[str], body: str) -> st
         "RUN": spec.run_folder,
         "LAUNCH": str(spec.folder),
         "PYTHON": spec.python or ("python3" if spec.image else sys.executable),
+        "VERB": spec.verb,
         "NODES": str(spec.nodes),
+        "MAX_STARTS": str(MAX_STARTS),
+        "MAX_REQUEUES": str(MAX_REQUEUES),
         "IMAGE": spec.image or "",
         "STAGE": spec.stage or "",
     }

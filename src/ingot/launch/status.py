@@ -13,7 +13,7 @@ from typing import Any
 
 from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
-from ingot.launch.back_end import LIVING, job_states, launched_verb
+from ingot.launch.back_end import is_living, job_states, launched_verb
 from ingot.launch.jobs import read_jobs
 from ingot.launch.ladder import START, newest_checkpoint, read_failures, read_history
 from ingot.launch.place import STRIKES, strikes
@@ -132,7 +132,7 @@ def _seen_in_folder(run: Path) -> str:
 def _by_jobs(run: Path, verb: str, states: dict[str, str] | None) -> str:
     if states is None:
         return "unknown: the cluster does not answer"
-    if living := [state for state in states.values() if state in LIVING]:
+    if living := [state for state in states.values() if is_living(state)]:
         return ("starting" if verb == "train" else "running") if "RUNNING" in living else "queued"
     if (run / STOP).exists():
         return "stopped by the file STOP"

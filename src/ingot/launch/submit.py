@@ -8,12 +8,12 @@ from pathlib import Path
 from ingot.errors import ConfigError, IngotError
 from ingot.launch import kubernetes
 from ingot.launch.array import ARRAY, LAST, render_array, render_last
-from ingot.launch.back_end import LIVING, job_states
+from ingot.launch.back_end import is_living, job_states
 from ingot.launch.image import expected_sum
 from ingot.launch.jobs import add_job, read_jobs
 from ingot.launch.ladder import mark_start
 from ingot.launch.place import signal_seconds, strikes
-from ingot.launch.slurm import SCRIPT, cancel, render, submit, write_script
+from ingot.launch.slurm import ENDS, SCRIPT, STARTS, cancel, render, submit, write_script
 from ingot.launch.spec import LAUNCH, SPEC, LaunchSpec, read_spec
 from ingot.launch.worker import HALT, read_secret
 from ingot.train.run_files import FINISHED, STOP
@@ -38,7 +38,11 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
         written = [write_script(spec, name, text) for name, text in scripts(spec).items()]
         # a container sees no home folder: secrets that lie there go with the job's environment
         hidden = {name: read_secret(name) for name in spec.secrets} if spec.image else {}
-        leftovers = [run / STOP, run / LAUNCH / HALT, *([run / FINISHED] if spec.verb == "prepare" else [])]
+        leftovers = [
+            run / STOP,
+            *(run / LAUNCH / name for name in (HALT, STARTS, ENDS)),
+            *([run / FINISHED] if spec.verb == "prepare" else []),
+        ]
         before = {path: path.read_text(encoding="utf-8") for path in leftovers if path.exists()}
         for path in before:  # first: the job may start at once
             path.unlink()
@@ -86,7 +90,7 @@ def _alone(spec: LaunchSpec) -> Iterator[None]:
         states = job_states(run)
         if states is None:
             raise ConfigError(f"nobody can be asked whether a job of {run} is still running; try again later")
-        if living := [f"{job} is {state}" for job, state in states.items() if state in LIVING]:
+        if living := [f"{job} is {state}" for job, state in states.items() if is_living(state)]:
             raise ConfigError(f"{run} has a job already: {living[0]}; stop it first with `ingot stop {run}`")
         yield
 

@@ -10,24 +10,26 @@ import argparse
 import os
 import re
 import resource
+import signal
 import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, ConfigError, IngotError
-from ingot.launch.attempt import LEFT_ALONE, Outcome, run_attempt
+from ingot.launch.attempt import Outcome, run_attempt
+from ingot.launch.failure import LEFT_ALONE, Failure
 from ingot.launch.ladder import judge, newest_checkpoint, node_name, read_failures, record
 from ingot.launch.node import NODES_VARIABLE, Node
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec, read_spec
-from ingot.train.run_files import FINISHED, LOGS
+from ingot.train.run_files import FINISHED, LOGS, STOP
 
 ATTEMPT_VARIABLE = "INGOT_JOB_ATTEMPT"  # names an attempt of a job, the same on all its nodes
-PATIENCE = 3.0  # seconds for the node that failed first to say so
+PATIENCE = 3.0  # seconds for the node that failed first, or for who asked to stop, to say so
 HALT = "HALT"  # in the launch folder: no job of the chain need try again
 
 
@@ -69,9 +71,15 @@ class Worker:
         self.rank = int(next((env[name] for name in names if name in env), "0"))
         self.place = self.rank  # under which failures are written down
         self.code_file = spec.folder / f"code.{self.attempt}"
+        self.on_slurm = "SLURM_JOB_ID" in env
+        # Of one start of the job, attempts JOB.RESTART.1 and on: somebody asked it to stop. The job script writes it
+        # before it passes a signal on.
+        self.stop_file = spec.folder / f"stop.{self.attempt.rpartition('.')[0]}"
 
     def run(self) -> int:
         """The exit code for srun or the pod: 0 unless something failed, so that nobody is killed while saving."""
+        if self.stop_file.exists():  # the signal came before this process could hear it
+            return self._end(EXIT_CONTINUE)
         verdict = judge(read_failures(self.run_folder))
         if not verdict.again:
             return self._end(verdict.exit_code, verdict.reason)
@@ -87,14 +95,17 @@ class Worker:
         logs = self.run_folder / LOGS / self.attempt
         before = newest_checkpoint(self.run_folder)
         transport = find_profile(spec.profile).transport if spec.nodes > 1 else ""
-        outcome = run_attempt([spec.verb, *spec.arguments], node, logs, self.attempt, self._others_failed, transport)
+        outcome = run_attempt([spec.verb, *spec.arguments], node, logs, self.attempt, self._others_failed, transport,
+                              self._stop_requested)  # fmt: skip
         if outcome.failure is None:
+            # All ranks have agreed on a step to stop after, so none had failed. A signal that the job script did not
+            # send (a preemption, say) is written down for it; without one the run itself had enough (max_wall_time).
+            if outcome.code == EXIT_CONTINUE and outcome.asked and self.on_slurm:
+                self.stop_file.touch()
             return self._end(outcome.code)
         if outcome.failure.is_consequence and spec.nodes > 1:  # another node will say why, if it still can
-            end = time.monotonic() + PATIENCE
-            while not self._others_failed() and time.monotonic() < end:
-                time.sleep(0.05)
-        if outcome.failure.message != LEFT_ALONE and not self._others_failed():
+            self._wait_for(self._others_failed)
+        if not self._others_failed():
             self._record(outcome, newest_checkpoint(self.run_folder) > before)
             if outcome.failure.kind == "transport":
                 self._leave_out([node_name()])
@@ -139,16 +150,24 @@ class Worker:
         from ingot.launch.preflight import AskedToStop, Preflight, Verdict  # what it imports is of no use elsewhere
 
         def note(verdict: Verdict) -> None:
+            # Another attempt without a bad node is not the same attempt again. That ends when the spares are used up.
+            swapped = self.on_slurm and bool(verdict.bad)
             for problem in verdict.problems[:1]:  # one line per attempt: the ladder counts them
                 more = f" (and {len(verdict.problems) - 1} more)" if len(verdict.problems) > 1 else ""
                 record(self.run_folder, attempt=self.attempt, rank=self.place, batch=-1, kind=problem.kind,
-                       message=problem.message + more, progress=False, host=problem.host)  # fmt: skip
+                       message=problem.message + more, progress=swapped, host=problem.host)  # fmt: skip
             self._leave_out(verdict.bad)
 
         try:
             verdict = Preflight(self.spec, self.attempt, self.rank).run(note)
-        except AskedToStop:
-            return self._end(EXIT_CONTINUE)
+        except AskedToStop as asked:
+            if self._stop_requested(asked.args):
+                return self._end(EXIT_CONTINUE)
+            if not self._others_failed():
+                self._record(
+                    Outcome(EXIT_FAULT, True, self.place, Failure(LEFT_ALONE, "machine", EXIT_FAULT, 0.0)), False
+                )
+            return self._end(EXIT_FAULT, LEFT_ALONE)
         except OSError as error:
             return _left_out(f"cannot use {self.spec.folder} on this node: {error}", self.spec)
         if self.rank == 0 or verdict.problems:
@@ -178,6 +197,26 @@ class Worker:
         with suppress(FileNotFoundError):
             return int(self.code_file.read_text()) not in (EXIT_FINISHED, EXIT_CONTINUE)
         return False
+
+    def _stop_requested(self, signals: Sequence[int]) -> bool:
+        """Whether signals to this process mean that somebody asked the run to stop.
+
+        srun sends TERM to all tasks of a step when one of them has failed. So TERM alone proves nothing where there
+        are other tasks: it counts if the job script has written a request down, or the file STOP is there.
+        """
+        if not self.on_slurm or self.spec.nodes == 1 or any(number != signal.SIGTERM for number in signals):
+            return True
+        # scancel sends TERM to this process and to the script at the same moment
+        self._wait_for(lambda: self._stop_recorded() or self._others_failed())
+        return self._stop_recorded()
+
+    def _stop_recorded(self) -> bool:
+        return self.stop_file.exists() or (self.run_folder / STOP).exists()
+
+    def _wait_for(self, seen: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not seen() and time.monotonic() < end:
+            time.sleep(0.05)
 
     def _end(self, code: int, reason: str = "") -> int:
         """Tell the job; the first word counts."""
