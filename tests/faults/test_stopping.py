@@ -11,6 +11,7 @@ import pytest
 from runs import BATCHES, Run, assert_as_if_nothing_happened, whole
 
 from ingot.checkpoint.manifest import steps_in
+from ingot.train.lease import clear_stop_request
 
 __all__ = ["whole"]
 SLOW_STEPS = {"kind": "slow", "rank": 0, "batch": 1}  # so that there is time to ask
@@ -112,3 +113,33 @@ def test_nohup_keeps_a_run_going_after_a_hangup(data: Path, tmp_path: Path) -> N
     run.process.send_signal(signal.SIGHUP)
     run.end()
     assert (run.folder / "FINISHED").exists()
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_a_stop_during_start_up_is_honored_and_one_of_an_earlier_life_is_not(
+    data: Path, tmp_path: Path, nproc: int
+) -> None:
+    run = Run(data, tmp_path / "run", "max_duration=2ba", nproc=nproc)
+    if not nproc:
+        run.command = [*run.command[: run.command.index("--nproc")], "max_duration=2ba"]
+    run.folder.mkdir()
+    (run.folder / "STOP").touch()
+    run.start()
+    run.wait(lambda: not (run.folder / "STOP").exists())  # of the earlier life; the processes only begin to start
+    (run.folder / "STOP").touch()
+    assert "the file STOP is in the run folder" in run.end(code=75)
+    assert (run.folder / "STOP").exists() and not steps_in(run.folder / "checkpoints")
+    assert not (run.folder / "metrics.jsonl").read_bytes()
+    run.run()  # typed again, the command means: go on
+    assert (run.folder / "FINISHED").exists() and not (run.folder / "STOP").exists()
+
+
+def test_a_second_command_leaves_the_stop_request_of_a_run_that_is_going_on(data: Path, tmp_path: Path) -> None:
+    run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
+    run.wait_for_batch(2)
+    (run.folder / "STOP").touch()
+    clear_stop_request(run.folder)  # which another command begins with
+    assert (run.folder / "STOP").exists()
+    run.end(code=75)
+    clear_stop_request(run.folder)
+    assert not (run.folder / "STOP").exists()

@@ -25,7 +25,7 @@ from ingot.launch.hang import explain_hang
 from ingot.launch.ladder import node_name
 from ingot.launch.node import Node
 from ingot.launch.transport import TransportWatch, log_to
-from ingot.parallel.place import STORE_FD
+from ingot.parallel.place import ATTEMPT, STORE_FD
 from ingot.train.hangup import ignores_hangup, leave_terminal
 from ingot.train.heartbeat import STACKS_VARIABLE, make_file, read_beat
 from ingot.train.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
@@ -131,7 +131,7 @@ def _start(
             "LOCAL_WORLD_SIZE": str(node.processes), "NODE_RANK": str(node.node_rank),
             "MASTER_ADDR": node.address, "MASTER_PORT": str(port), VARIABLE: str(folder / str(rank)),
             HEARTBEAT_VARIABLE: str(folder / f"beat-{rank}"), STACKS_VARIABLE: str(logs / f"stacks-{rank}.txt"),
-            "INGOT_ATTEMPT": number,
+            ATTEMPT: number,
         }  # fmt: skip
         if rank in nccl_logs:
             nccl_logs[rank].unlink(missing_ok=True)  # of an earlier attempt

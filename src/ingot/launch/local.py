@@ -14,6 +14,7 @@ from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, disk_error
 from ingot.launch.attempt import StopNow, run_attempt
 from ingot.launch.ladder import judge, mark_start, newest_checkpoint, read_failures, record
 from ingot.launch.node import Node
+from ingot.train.lease import clear_stop_request
 from ingot.train.run_files import LOGS, STOP
 
 
@@ -21,6 +22,7 @@ def run_processes(arguments: Sequence[str], node: Node, run: Path) -> int:
     """Run `ingot ARGUMENTS` in every process of this machine, to the end of the run; gives the exit code."""
     arguments = list(arguments)
     try:
+        clear_stop_request(run)
         mark_start(run)
     except OSError as error:
         raise disk_error("write the run folder", run, error) from None

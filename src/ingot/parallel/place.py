@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ingot.errors import ConfigError
 
 DEFAULT_PORT = 29500
+ATTEMPT = "INGOT_ATTEMPT"  # of our own launcher, in the environment of the processes that it starts
 STORE_FD = "INGOT_STORE_FD"  # rank 0 of our own launcher: the descriptor of a socket that already listens
 
 

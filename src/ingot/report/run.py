@@ -1,14 +1,17 @@
 """A run with everything that listens to it: the `train` of the command line and of the Python API."""
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingot.parallel.place import find_place
+from ingot.parallel.place import ATTEMPT, find_place
 from ingot.report.console import Console
 from ingot.report.metrics_file import MetricsFile
 from ingot.report.rank_log import RankLog
 from ingot.report.tensorboard import TensorBoard
 from ingot.train.config import RunConfig
 from ingot.train.events import Reporter, Row
+from ingot.train.lease import clear_stop_request
 
 if TYPE_CHECKING:
     from ingot.train.trainer import Result
@@ -54,6 +57,8 @@ class Reporters:
 def train(config: RunConfig, fresh: bool = False) -> "Result":
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
     rank = find_place().rank
+    if rank == 0 and ATTEMPT not in os.environ:  # else our launcher has done that, before it started this process
+        clear_stop_request(Path(config.run_folder))
     listeners: list[Reporter] = []
     if rank == 0:
         listeners.append(MetricsFile(config.run_folder))

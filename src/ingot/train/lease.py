@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from ingot.errors import OwnerError, disk_error
-from ingot.train.run_files import OWNER
+from ingot.train.run_files import OWNER, STOP
 
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 60.0
@@ -80,6 +80,18 @@ class Lease:
                 os.utime(self.path)
             except OSError:
                 pass  # the folder is away for a moment; saving will complain
+
+
+def clear_stop_request(run: Path) -> None:
+    """Remove a file STOP of an earlier life. For the command by which a user starts a run, before its processes: one
+    that is made from then on is for this run, so they never remove it. That of a run that is still going on stays."""
+    owner = run / OWNER
+    content = _read(owner)
+    if content.get("host") != socket.gethostname() or not _lives(content, owner, 0):
+        try:
+            (run / STOP).unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error("write the run folder", run, error) from None
 
 
 def _read(path: Path) -> dict:

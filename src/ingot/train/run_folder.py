@@ -12,7 +12,7 @@ from ingot.config.load import to_yaml
 from ingot.errors import CheckpointError, disk_error
 from ingot.train.config import RunConfig
 from ingot.train.lease import Lease
-from ingot.train.run_files import CONFIG, LOGS, OURS, STOP
+from ingot.train.run_files import CONFIG, LOGS, OURS
 
 # A run that continued with another value here would not be the run that the checkpoint is of.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
@@ -30,7 +30,6 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
     try:
         run.mkdir(parents=True, exist_ok=True)
         lease = Lease(run)
-        (run / STOP).unlink(missing_ok=True)  # whoever starts a run wants it to run
         if fresh:
             for name in OURS:
                 path = run / name

@@ -73,6 +73,14 @@ class StopRequest:
             self.number = 2 if (self.folder / STOP).exists() else 0
         return self.number
 
+    def before_first_step(self) -> str:
+        """Why not to begin at all, the same on every process: a file STOP that was made while the run started. Signals
+        and wall time count after the step: a run that is started again and again gets on by a step each time."""
+        self.flag.fill_(2 if (self.folder / STOP).exists() else 0)
+        if dist.is_initialized():
+            dist.all_reduce(self.flag, op=dist.ReduceOp.MAX)
+        return REASONS[int(self.flag)]
+
     def after_step(self) -> str:
         """Why the run must stop now, the same on every process; empty to go on."""
         if not dist.is_initialized():

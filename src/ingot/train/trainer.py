@@ -219,7 +219,7 @@ class Trainer:
         eval_every = self.clock.interval(config.eval_interval)
         loss: float | None = None
         evaluation: Evaluation | None = None
-        reason = ""
+        reason = self.stop.before_first_step()
         batches = self._open_batches()
         last_save = time.monotonic()
         window = self._open_window()
