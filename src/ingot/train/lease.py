@@ -88,7 +88,10 @@ def clear_stop_request(run: Path) -> None:
     owner = run / OWNER
     content = _read(owner)
     if content.get("host") != socket.gethostname() or not _lives(content, owner, 0):
-        (run / STOP).unlink(missing_ok=True)
+        try:
+            (run / STOP).unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error("write the run folder", run, error) from None
 
 
 def _read(path: Path) -> dict:
