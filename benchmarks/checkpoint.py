@@ -27,17 +27,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
+from ingot.checkpoint.async_writer import Saver
+from ingot.checkpoint.coordinator import Ranks
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER
-from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import newest_good
-from ingot.checkpoint.saver import Saver
+from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
-from ingot.parallel.place import find_place
-from ingot.parallel.weights import local, local_offsets
-from ingot.parallel.world import join_world, leave_world
-from ingot.train.config import RunConfig
-from ingot.train.optimizer import Optimizer
+from ingot.config.run import RunConfig
+from ingot.parallel.dtensor import local, local_offsets
+from ingot.parallel.rank_env import find_place
+from ingot.parallel.rendezvous import join_world, leave_world
+from ingot.training.optimizer import Optimizer
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -65,8 +65,8 @@ class Bench:
             self.model.use_kernel("sdpa", 256, self.device)
             names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         else:
-            from ingot.parallel.apply import spread_model
-            from ingot.parallel.config import Layout, ParallelConfig
+            from ingot.parallel.layout import Layout, ParallelConfig
+            from ingot.parallel.parallelize import spread_model
 
             self.spread = spread_model(
                 config.model, ParallelConfig(shard=processes), Layout(shard=processes), self.device, seq_len=256,
@@ -122,7 +122,7 @@ class Bench:
         """The full state, gathered to the first process where there are several."""
         whole = self.flat()
         if self.spread is not None:
-            from ingot.parallel.weights import gather
+            from ingot.parallel.dtensor import gather
 
             whole = {name: gather(tensor) for name, tensor in whole.items()}
         if self.first:

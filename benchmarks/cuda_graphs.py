@@ -18,11 +18,11 @@ from gpu import Size, build, clean, cut, read_batches, step_times, write
 from gpu_profile import run_header, show
 
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.model.gpt import flops_per_token
-from ingot.train.config import RunConfig
-from ingot.train.cuda_graph import choose_graph
-from ingot.train.device import peak_flops
-from ingot.train.step import TrainStep
+from ingot.training.cuda_graph import choose_graph
+from ingot.training.device import peak_flops
+from ingot.training.step import TrainStep
 
 COUNT = 8  # microbatches of a step
 

@@ -42,14 +42,14 @@ from typing import Any
 
 import numpy as np
 
-from ingot.data.cache import THREADS, Cache, Wanted
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import open_dataset
-from ingot.data.loader import Loader
-from ingot.data.mds import read_index
-from ingot.data.mds_writer import rows_body, shard_begin, shard_config, write_index, write_shard
-from ingot.data.order import Order
-from ingot.data.remote import Remote
+from ingot.config.data import SourceConfig
+from ingot.data.formats.mds_reader import read_index
+from ingot.data.formats.mds_writer import rows_body, shard_begin, shard_config, write_index, write_shard
+from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.open_dataset import open_dataset
+from ingot.data.loading.order import Order
+from ingot.data.loading.shard_cache import THREADS, Cache, Wanted
+from ingot.storage.object_store import Remote
 
 HERE = Path(__file__).parent
 SEQ_LEN = 2048

@@ -46,18 +46,18 @@ from gpu_peers import PEERS, PeerStep, build_peer
 from gpu_profile import event_times, profile_step, run_header, write_docs
 from gpu_train import run_train
 
+from ingot.config.durations import Clock
 from ingot.config.load import load_config
-from ingot.config.time import Clock
-from ingot.data.dataset import open_dataset
-from ingot.data.loader import Batch, Loader
+from ingot.config.run import RunConfig
+from ingot.data.loading.batch_loader import Batch, Loader
+from ingot.data.loading.open_dataset import open_dataset
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token
 from ingot.model.init import build_model
-from ingot.train.config import RunConfig
-from ingot.train.device import peak_flops
-from ingot.train.optimizer import Optimizer
-from ingot.train.schedule import lr_multiplier
-from ingot.train.step import TrainStep
+from ingot.training.device import peak_flops
+from ingot.training.optimizer import Optimizer
+from ingot.training.schedule import lr_multiplier
+from ingot.training.step import TrainStep
 
 CHECKED, TOLERANCE = 20, 0.01  # steps of one microbatch each, whose last loss may be so far from the reference's
 

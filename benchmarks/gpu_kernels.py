@@ -27,7 +27,7 @@ from gpu_profile import event_times, run_header, show
 from torch import Tensor, nn
 
 from ingot.config.load import load_config
-from ingot.train.config import RunConfig
+from ingot.config.run import RunConfig
 
 DEVICE = "cuda"
 MODELS = [name for name in SIZES if name != "tiny"]
@@ -81,13 +81,13 @@ class Kernel:
 
 def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
     """Those of a model, for a microbatch."""
-    from ingot.model.alibi import alibi_attention
     from ingot.model.attention import alibi_slopes
-    from ingot.model.fp8 import FORWARD, quantize
-    from ingot.model.gelu_kernel import biased_gelu
-    from ingot.model.heads_kernel import split_heads
-    from ingot.model.linear_cross_entropy import linear_cross_entropy
-    from ingot.model.norm_kernel import add_norm
+    from ingot.model.kernels.add_norm import add_norm
+    from ingot.model.kernels.alibi_attention import alibi_attention
+    from ingot.model.kernels.biased_gelu import biased_gelu
+    from ingot.model.kernels.fp8 import FORWARD, quantize
+    from ingot.model.kernels.linear_cross_entropy import linear_cross_entropy
+    from ingot.model.kernels.split_qkv import split_heads
 
     compiled = partial(torch.compile, dynamic=False)
     d, heads, width = config.model.d_model, config.model.n_heads, config.model.head_width

@@ -20,8 +20,8 @@ from gpu import CHECKED, SIZES, build, clean, cut, learn, read_batches, run_conf
 from gpu_peers import PeerStep, build_peer
 from gpu_profile import run_header, show
 
+from ingot.config.run import RunConfig
 from ingot.model.init import build_model
-from ingot.train.config import RunConfig
 
 SYSTEMS = ["ingot", "nanogpt", "nanogpt-bf16"]
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ingot.data.loader import Batch
+from ingot.config.run import RunConfig
+from ingot.data.loading.batch_loader import Batch
 from ingot.model.gpt import IGNORE
-from ingot.train.config import RunConfig
-from ingot.train.device import autocast
-from ingot.train.step import to_device
+from ingot.training.device import autocast
+from ingot.training.step import to_device
 
 # ingot's name within a block: nanoGPT's and GPT-2's, nn.TransformerEncoderLayer's
 BLOCK = {

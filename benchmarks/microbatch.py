@@ -19,19 +19,19 @@ import torch
 from torch import nn
 
 from ingot.config.load import load_config
-from ingot.data.loader import Batch
+from ingot.config.run import RunConfig
+from ingot.data.loading.batch_loader import Batch
 from ingot.model.attention import choose_kernel
 from ingot.model.init import build_model
-from ingot.parallel.apply import Spread, spread_model
-from ingot.parallel.config import Layout
-from ingot.parallel.place import Place
-from ingot.parallel.world import join_world
-from ingot.train.config import RunConfig
-from ingot.train.device import device_memory
-from ingot.train.memory import is_out_of_memory
-from ingot.train.microbatch import choose_microbatch, choose_recompute
-from ingot.train.optimizer import Optimizer
-from ingot.train.step import TrainStep
+from ingot.parallel.layout import Layout
+from ingot.parallel.parallelize import Spread, spread_model
+from ingot.parallel.rank_env import Place
+from ingot.parallel.rendezvous import join_world
+from ingot.training.device import device_memory
+from ingot.training.microbatch_search import choose_microbatch, choose_recompute
+from ingot.training.oom import is_out_of_memory
+from ingot.training.optimizer import Optimizer
+from ingot.training.step import TrainStep
 
 DEVICE = torch.device("cuda", 0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from object_store import s3  # noqa: F401  an S3 server, for whoever names it
 
-from ingot.data.prepare import prepare
+from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
 
 SENTENCES = [

@@ -8,9 +8,9 @@ from itertools import takewhile
 
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
-from ingot.parallel.config import Layout
-from ingot.parallel.fit import USABLE, memory_needs
-from ingot.train.config import RunConfig
+from ingot.config.run import RunConfig
+from ingot.parallel.layout import Layout
+from ingot.parallel.memory_estimate import USABLE, memory_needs
 
 DEVICES = {"40 GB (A100)": 40, "80 GB (A100, H100)": 80, "141 GB (H200)": 141}
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
 from ingot.model.gpt import GPT
 
 State = dict[str, Tensor]

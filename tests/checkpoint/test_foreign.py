@@ -9,9 +9,9 @@ import yaml
 from foreign_files import model_of, mpt_config, neox_config, write_composer, write_megatron, write_neox
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from ingot.checkpoint.foreign.source import import_checkpoint
 from ingot.checkpoint.load import open_weights
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
+from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
 from ingot.model.gpt import GPT
 
 MPT = {"family": "mpt", "norm": "low_precision_layernorm"}

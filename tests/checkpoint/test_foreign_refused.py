@@ -11,9 +11,9 @@ import pytest
 import torch
 from foreign_files import model_of, mpt_config, neox_config, write_composer, write_megatron, write_neox
 
-from ingot.checkpoint.foreign.reader import unpack
-from ingot.checkpoint.foreign.source import import_checkpoint
 from ingot.errors import CheckpointError, IngotError
+from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
+from ingot.migrate.checkpoints.pt_reader import unpack
 
 MPT = {"family": "mpt", "n_layers": 2}
 PYTHIA = {"family": "neox", "n_layers": 2}

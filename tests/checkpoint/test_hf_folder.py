@@ -22,10 +22,10 @@ from transformers import (
     PretrainedConfig,
 )
 
-from ingot.checkpoint.hf import export_hf, read_hf
-from ingot.checkpoint.hf_config import from_hf_config, hf_class, to_hf_config
+from ingot.checkpoint.hf.config import from_hf_config, hf_class, to_hf_config
+from ingot.checkpoint.hf.folder import export_hf, read_hf
+from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, DiskError
-from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
 

@@ -25,9 +25,9 @@ from transformers import (
 )
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-from ingot.checkpoint.hf import export_hf, read_hf
-from ingot.checkpoint.hf_config import hf_class
-from ingot.model.config import ModelConfig
+from ingot.checkpoint.hf.config import hf_class
+from ingot.checkpoint.hf.folder import export_hf, read_hf
+from ingot.config.model import ModelConfig
 from ingot.model.generate import generate
 from ingot.model.gpt import GPT
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ingot.checkpoint.coordinator import Ranks
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, verify
-from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import newest_good
-from ingot.checkpoint.shard import Shard
+from ingot.checkpoint.remote_copy import newest_good
+from ingot.checkpoint.safetensors_file import Shard
 from ingot.checkpoint.store import CheckpointTensors, save_checkpoint
 from ingot.errors import CheckpointError
 

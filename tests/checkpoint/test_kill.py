@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
+from ingot.checkpoint.async_writer import Saver
+from ingot.checkpoint.coordinator import Ranks
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, remove, steps_in
-from ingot.checkpoint.plan import Tensors
-from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import newest_good
-from ingot.checkpoint.saver import Saver
+from ingot.checkpoint.remote_copy import newest_good
+from ingot.checkpoint.save_plan import Tensors
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, to_remove
 
 TENSORS, EACH = 20, 300_000  # floats

@@ -11,18 +11,18 @@ from conftest import TINY, Ingot
 from object_store import bucket
 from test_saver import assert_equal, read, state
 
-import ingot.data.remote as remote_module
+import ingot.storage.object_store as remote_module
+from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.location import Place, find_places
 from ingot.checkpoint.manifest import MODEL, steps_in
-from ingot.checkpoint.place import Place, find_places
-from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import Uploader, newest_good
+from ingot.checkpoint.remote_copy import Uploader, newest_good
 from ingot.checkpoint.store import save_checkpoint
 from ingot.config.load import load_config
-from ingot.data.remote import Remote
+from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, ConfigError, DiskError
+from ingot.report.listeners import train
 from ingot.report.metrics_file import read_rows
-from ingot.report.run import train
-from ingot.train.config import RunConfig
+from ingot.storage.object_store import Remote
 
 RUN = [*TINY, "save_interval=4ba", "model.resid_pdrop=0.1"]
 

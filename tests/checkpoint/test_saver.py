@@ -12,19 +12,19 @@ import torch
 from conftest import TINY
 from safetensors.torch import load_file
 
-import ingot.checkpoint.saver as saver_module
-import ingot.train.saving as saving_module
+import ingot.checkpoint.async_writer as saver_module
+import ingot.training.checkpointer as saving_module
+from ingot.checkpoint.async_writer import Saver
+from ingot.checkpoint.coordinator import Ranks
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
-from ingot.checkpoint.plan import Tensors
-from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.remote import newest_good
-from ingot.checkpoint.saver import Saver
-from ingot.checkpoint.shard import write_blocks
+from ingot.checkpoint.remote_copy import newest_good
+from ingot.checkpoint.safetensors_file import write_blocks
+from ingot.checkpoint.save_plan import Tensors
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
-from ingot.train.config import RunConfig
-from ingot.train.saving import Saving
+from ingot.training.checkpointer import Saving
 
 
 def state(value: float = 1.0) -> Tensors:

@@ -82,7 +82,7 @@ def test_an_unwritable_folder_is_named(ingot: Ingot, data: Path, tmp_path: Path)
 
 def test_too_little_disk_space_is_found_before_the_first_step(data: Path, tmp_path: Path) -> None:
     from ingot.errors import DiskError
-    from ingot.train.run_folder import check_disk_space
+    from ingot.training.runtime.run_folder import check_disk_space
 
     free = shutil.disk_usage(tmp_path).free
     check_disk_space(tmp_path, free // 2)
@@ -93,8 +93,8 @@ def test_too_little_disk_space_is_found_before_the_first_step(data: Path, tmp_pa
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from ingot.config.load import load_config
-    from ingot.report.run import train
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
+    from ingot.report.listeners import train
 
     folder = tmp_path_factory.mktemp("trained") / "run"
     train(load_config(RunConfig, [*TINY, "max_duration=2ba", f"data={data}", f"save_folder={folder}"]))

@@ -70,7 +70,7 @@ def test_eval_gives_what_training_saw_at_its_end(ingot: Ingot, trained: Path, da
 
 def test_bits_per_byte_is_the_loss_over_the_bytes_of_the_text(trained: Path, data: Path) -> None:
     from ingot.data.tokenizer import load_tokenizer
-    from ingot.train.evaluate_run import evaluate_run
+    from ingot.evaluation.run import evaluate_run
 
     result, _ = evaluate_run(trained, [])
     text = (data / "text" / "val.txt").read_text()
@@ -196,7 +196,7 @@ def test_the_python_api_is_the_command_line(data: Path, tmp_path: Path) -> None:
         "data": str(data), "global_train_batch_size": 4, "max_duration": "2ba", "save_folder": str(tmp_path / "run"),
     })  # fmt: skip
     result = package.train(config)
-    import ingot.train.config as layer  # the layer of the same name stays what it was
+    import ingot.config.run as layer  # the layer of the same name stays what it was
 
     assert layer.RunConfig is package.RunConfig
     assert result.batches == 2 and package.load(result.folder)(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 320)

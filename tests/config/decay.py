@@ -2,9 +2,9 @@
 
 import torch
 
+from ingot.config.run import RunConfig
 from ingot.model.init import build_model
-from ingot.train.config import RunConfig
-from ingot.train.optimizer import Optimizer
+from ingot.training.optimizer import Optimizer
 
 
 def decayed(config: RunConfig) -> dict[str, float]:

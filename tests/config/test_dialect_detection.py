@@ -8,8 +8,8 @@ import yaml
 from conftest import Ingot
 
 from ingot.config.load import load_config, translate
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.train.config import RunConfig
 
 HERE = Path(__file__).parent
 MPT, PYTHIA, PILE = HERE / "foundry/mpt-125m.yaml", HERE / "neox/70M.yml", HERE / "neox/pile.yml"

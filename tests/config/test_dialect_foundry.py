@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from decay import decayed
 
+from ingot.config.durations import Clock
 from ingot.config.load import load_config, translate
-from ingot.config.time import Clock
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.model.gpt import parameter_shapes
-from ingot.parallel.config import Layout, complete_layout
-from ingot.train.config import RunConfig
-from ingot.train.schedule import lr_multiplier
+from ingot.parallel.layout import Layout, complete_layout
+from ingot.training.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "foundry"
 TINY = ("model.d_model=32", "model.n_heads=4", "model.n_layers=2", "model.vocab_size=128", "variables.max_seq_len=16")

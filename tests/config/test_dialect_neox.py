@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from decay import decayed
 
+from ingot.config.durations import Clock
 from ingot.config.load import load_config, translate
-from ingot.config.time import Clock
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.model.gpt import parameter_shapes
-from ingot.train.config import RunConfig
-from ingot.train.schedule import lr_multiplier
+from ingot.training.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "neox"
 PILE = str(FILES / "pile.yml")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from ingot.config.dialects import DIALECTS
-from ingot.config.dialects.table import BECAME, Translation
+from ingot.config.base import known_keys
 from ingot.config.load import load_config, translate, validate
-from ingot.config.schema import known_keys
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.train.config import RunConfig
+from ingot.migrate import DIALECTS
+from ingot.migrate.translation import BECAME, Translation
 
 HERE = Path(__file__).parent
 BASES = {

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ingot.config.base import known_keys
 from ingot.config.load import load_config, to_yaml
 from ingot.config.recipes import recipe_names
-from ingot.config.schema import known_keys
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.train.config import RunConfig
 
 BASE = """\
 max_seq_len: 128

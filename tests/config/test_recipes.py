@@ -4,8 +4,8 @@ import pytest
 
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
+from ingot.config.run import RunConfig
 from ingot.model.gpt import flops_per_token
-from ingot.train.config import RunConfig
 
 # name: (parameters, layers, width, heads, peak lr, global batch, duration)
 MPT = {

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.train.config import RunConfig
 
 B = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
      "--micro-batch-size 2 --global-batch-size 16 --lr 3e-4 --train-iters 1000 --data-path d --eval-interval 100 "

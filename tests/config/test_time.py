@@ -1,6 +1,6 @@
 import pytest
 
-from ingot.config.time import Clock, Time
+from ingot.config.durations import Clock, Time
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,16 @@ from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_m
 from object_store import bucket, free_ports
 from test_indexed import DOCUMENTS, FLAT, write_pair
 
-import ingot.data.cache as cache_module
-import ingot.data.remote as remote_module
-from ingot.data.cache import Cache, Wanted
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import Dataset, open_dataset
-from ingot.data.loader import Loader
-from ingot.data.mds import ShardFile
-from ingot.data.remote import Remote
+import ingot.data.loading.shard_cache as cache_module
+import ingot.storage.object_store as remote_module
+from ingot.config.data import SourceConfig
+from ingot.data.formats.mds_reader import ShardFile
+from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.open_dataset import Dataset, open_dataset
+from ingot.data.loading.shard_cache import Cache, Wanted
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
+from ingot.storage.object_store import Remote
 
 QUICK = (0.001, 0.01)  # seconds between attempts
 
@@ -171,7 +171,7 @@ def test_remote_data_reads_as_local_data_does(
 def test_remote_pairs_of_megatron_are_fetched_in_pieces(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.data.dataset.CHUNK_BYTES", 16)
+    monkeypatch.setattr("ingot.data.loading.open_dataset.CHUNK_BYTES", 16)
     write_pair(server.folder / "data/web_document", DOCUMENTS)
     source = SourceConfig(path=str(tmp_path / "cache"), remote=f"{server.url}/data/web_document")
     dataset = open_dataset(source, 4)
@@ -495,8 +495,8 @@ def test_processes_that_start_together_after_a_kill_sweep_up_beside_each_other(t
 PROGRAM = """
 import sys
 import numpy as np
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import open_dataset
+from ingot.config.data import SourceConfig
+from ingot.data.loading.open_dataset import open_dataset
 dataset = open_dataset(SourceConfig(path=sys.argv[1], remote=sys.argv[2]), 16)
 tokens, labels = dataset.gather(np.arange(dataset.samples))
 print(int(tokens.sum()), int(labels.sum()))
@@ -634,7 +634,7 @@ def test_pairs_of_megatron_in_an_object_store_are_read_in_pieces(
 ) -> None:
     for name, value in s3.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("ingot.data.dataset.CHUNK_BYTES", 16)
+    monkeypatch.setattr("ingot.data.loading.open_dataset.CHUNK_BYTES", 16)
     upload(s3, write_pair(tmp_path / "local/web_document", DOCUMENTS).parent, "pairs")
     source = SourceConfig(path=str(tmp_path / "cache"), remote="s3://test/pairs/web_document")
     assert all_tokens(open_dataset(source, 4)).tolist() == FLAT

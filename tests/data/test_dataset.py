@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_mds
 
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import IGNORE, open_dataset
+from ingot.config.data import SourceConfig
+from ingot.data.loading.open_dataset import IGNORE, open_dataset
 from ingot.errors import DataError
 
 
@@ -175,12 +175,14 @@ def test_shards_without_samples_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_reading_never_waits_for_torch() -> None:
-    program = "import sys, ingot.data.loader, ingot.data.mixture; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, ingot.data.loading.batch_loader, ingot.data.loading.mixture; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_more_shards_than_may_be_open_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingot.data.windows.OPEN_SHARDS", 2)
+    monkeypatch.setattr("ingot.data.loading.token_dataset.OPEN_SHARDS", 2)
     shards = random_shards(shards=9)
     dataset = open_at(write_mds(tmp_path / "data", shards), 4)
     ids = np.random.default_rng(0).permutation(dataset.samples - 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import open_dataset
+from ingot.config.data import SourceConfig
+from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
 
 FIXTURE = Path(__file__).parents[3] / "shared/data/megatron_fixture"

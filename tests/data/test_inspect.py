@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.data import progress
-from ingot.data.inspect import decoded_samples, describe, find_splits, try_loader
-from ingot.data.prepare import prepare
+from ingot.data.loading.inspect import decoded_samples, describe, find_splits, try_loader
+from ingot.data.prepare import progress
+from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import DataError
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from mds_bytes import flatten, random_shards, write_mds
 
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import Dataset, open_dataset
-from ingot.data.loader import Loader
+from ingot.config.data import SourceConfig
+from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.open_dataset import Dataset, open_dataset
 from ingot.errors import DataError
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_mds
 
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import open_dataset
-from ingot.data.mds import MdsShard, read_index, tokens_by_index
+from ingot.config.data import SourceConfig
+from ingot.data.formats.mds_reader import MdsShard, read_index, tokens_by_index
+from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
 
 

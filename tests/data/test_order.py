@@ -3,7 +3,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from ingot.data.order import Order
+from ingot.data.loading.order import Order
 
 SIZES = [1, 2, 3, 4, 5, 7, 15, 16, 17, 63, 64, 65, 101, 997, 4095, 4096, 4097, 12_289, 20_000]
 

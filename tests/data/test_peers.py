@@ -11,10 +11,10 @@ import pytest
 from mds_bytes import random_shards, write_mds
 from test_indexed import FIXTURE, write_pair
 
-from ingot.data.config import DocumentsConfig, SourceConfig
-from ingot.data.dataset import open_dataset
-from ingot.data.indexed import split_edges
-from ingot.data.mixture import BLOCK, SOURCE_SHIFT, Mixture
+from ingot.config.data import DocumentsConfig, SourceConfig
+from ingot.data.formats.indexed_reader import split_edges
+from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture
+from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
 
 
@@ -87,7 +87,9 @@ def test_the_parts_of_one_file_hold_their_documents_and_no_others(tmp_path: Path
 
 
 def test_a_part_of_remote_data_is_what_it_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ingot.data.dataset.CHUNK_BYTES", 64)  # so that the part begins and ends within chunks
+    monkeypatch.setattr(
+        "ingot.data.loading.open_dataset.CHUNK_BYTES", 64
+    )  # so that the part begins and ends within chunks
     prefix = write_pair(tmp_path / "far/x", [[[100 * d + i for i in range(11)]] for d in range(30)])
     here = open_dataset(SourceConfig(**part(prefix, "3,5,2", "valid")), 7)
     there = open_dataset(SourceConfig(**part(tmp_path / "cache", "3,5,2", "valid"), remote=str(tmp_path / "far")), 7)

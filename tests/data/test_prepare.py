@@ -17,18 +17,18 @@ from typer.testing import CliRunner
 
 from ingot.cli.prepare import PrepareCommand, translate
 from ingot.cli.prepare import prepare as prepare_command
-from ingot.data import sources
-from ingot.data.config import SourceConfig
-from ingot.data.dataset import locate
-from ingot.data.engine import choose_engine
-from ingot.data.files import write_json
-from ingot.data.inspect import find_splits
-from ingot.data.prepare import PrepareReport, prepare
-from ingot.data.prepare_pool import Pool, WorkerProcess
-from ingot.data.prepare_run import Preparation, SplitReport
+from ingot.config.data import SourceConfig
+from ingot.data.loading.inspect import find_splits
+from ingot.data.loading.open_dataset import locate
+from ingot.data.prepare import pieces as sources
+from ingot.data.prepare.pool import Pool, WorkerProcess
+from ingot.data.prepare.prepare import PrepareReport, prepare
+from ingot.data.prepare.scheduler import Preparation, SplitReport
+from ingot.data.prepare.tokenize_engine import choose_engine
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import ConfigError, DataError, DiskError
+from ingot.storage.atomic import write_json
 
 WORDS = [
     "the",
@@ -221,7 +221,7 @@ def test_indexed_keeps_documents_and_several_keys(tokenizer: Tokenizer, tmp_path
 def test_a_huge_text_file_is_one_document(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ingot.data import documents
+    from ingot.data.prepare import documents
 
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 20)
     text = "".join(f"{document(i)} " for i in range(20_000))
@@ -236,7 +236,7 @@ def test_a_huge_text_file_is_one_document(
 def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ingot.data import documents
+    from ingot.data.prepare import documents
 
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 20)
     folder = tmp_path / "texts"
@@ -258,12 +258,15 @@ def test_a_data_set_of_the_hub_is_shared_among_workers(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its size is not known beforehand, which is no reason to take it for a small one."""
-    from ingot.data import hub, prepare_pool
-    from ingot.data.input_files import hub_source
+    from ingot.data.prepare import hub
+    from ingot.data.prepare import pool as prepare_pool
+    from ingot.data.prepare.input_files import hub_source
 
     started = []
     monkeypatch.setattr(hub, "_open", lambda dataset, subset, split, done: iter([{"text": t} for t in TEXTS][done:]))
-    monkeypatch.setattr("ingot.data.prepare.Pool", lambda *a, **k: started.append(a[0]) or prepare_pool.Pool(*a, **k))
+    monkeypatch.setattr(
+        "ingot.data.prepare.prepare.Pool", lambda *a, **k: started.append(a[0]) or prepare_pool.Pool(*a, **k)
+    )
     for workers in (None, 0):
         source = hub_source("some/texts", None, "train")
         prepare(source, tmp_path / str(workers), tokenizer=tokenizer, **{**OPTIONS, "num_workers": workers})
@@ -726,7 +729,7 @@ def test_several_splits_of_a_hub_data_set_are_each_read_from_their_own(
         asked.append((input, options["split"]))
         return PrepareReport({}, 0.0, "none", "", 0, 0, 0, 0)
 
-    monkeypatch.setattr("ingot.data.prepare.prepare", noted)  # the hub cannot be reached
+    monkeypatch.setattr("ingot.data.prepare.prepare.prepare", noted)  # the hub cannot be reached
     command("--dataset", "allenai/c4", "--data_subset", "en", "--out_root", str(tmp_path), "--splits", "train", "val")
     assert asked == [(["hf://allenai/c4?en#train"], "train"), (["hf://allenai/c4?en#validation"], "val")]
 
@@ -780,7 +783,7 @@ def test_no_part_outlives_the_shards_that_need_it(
 
 
 def test_a_prepared_split_opens_in_the_loader(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    from ingot.data.dataset import open_dataset
+    from ingot.data.loading.open_dataset import open_dataset
 
     for format in ("mds", "indexed"):
         run(corpus, tmp_path / format, tokenizer, format=format)

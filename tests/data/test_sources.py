@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from ingot.data import documents, hub, input_files, sources
-from ingot.data.documents import Block
-from ingot.data.input_files import ReadOptions, find_files
-from ingot.data.sources import pack_block, plan_pieces, read_piece, unpack_block
+from ingot.data.prepare import documents, hub, input_files
+from ingot.data.prepare import pieces as sources
+from ingot.data.prepare.documents import Block
+from ingot.data.prepare.input_files import ReadOptions, find_files
+from ingot.data.prepare.pieces import pack_block, plan_pieces, read_piece, unpack_block
 from ingot.errors import DataError
 
 TEXTS = [f"Document {i}: naïve “quotes”, tab\t, newline\n, nul-free, 坩堝 {'x' * (i % 90)}" for i in range(200)]

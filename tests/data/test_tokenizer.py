@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from ingot.data import engine as engines
-from ingot.data.engine import Engine, Rules, choose_engine, hostile_texts
+from ingot.data.prepare import tokenize_engine as engines
+from ingot.data.prepare.tokenize_engine import Engine, Rules, choose_engine, hostile_texts
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import DataError

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from ingot.data import mds_writer as mds
-from ingot.data.files import write_whole
-from ingot.data.indexed_writer import default_dtype, write_idx
-from ingot.data.prepare import prepare
+from ingot.data.formats import mds_writer as mds
+from ingot.data.formats.indexed_writer import default_dtype, write_idx
+from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import DataError, DiskError
+from ingot.storage.atomic import write_whole
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 

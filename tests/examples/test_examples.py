@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ingot.config.load import load_config
-from ingot.data.inspect import describe, find_splits
+from ingot.config.run import RunConfig
+from ingot.data.loading.inspect import describe, find_splits
 from ingot.launch.spec import read_spec
 from ingot.report.metrics_file import read_rows
-from ingot.train.config import RunConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 from cluster import Cluster, cluster
@@ -251,8 +251,8 @@ def test_checkpoint_sizes_of_the_azure_guide_are_reproduced(ingot, tmp_path: Pat
 
 
 def test_a_real_checkpoint_is_as_large_as_was_calculated(ingot, tiny: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    from ingot.parallel.config import Layout
-    from ingot.parallel.fit import memory_needs
+    from ingot.parallel.layout import Layout
+    from ingot.parallel.memory_estimate import memory_needs
 
     ingot("train", *tiny)
     config = load_config(RunConfig, tiny)

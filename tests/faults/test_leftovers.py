@@ -9,7 +9,7 @@ import pytest
 from runs import Run, assert_as_if_nothing_happened, whole
 
 from ingot.config.secrets import redact
-from ingot.launch.attempt import TEMPORARY
+from ingot.launch.supervisor.attempt import TEMPORARY
 
 __all__ = ["whole"]
 

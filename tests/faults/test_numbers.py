@@ -7,9 +7,9 @@ import pytest
 import torch
 from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, weights, whole
 
+from ingot.config.run import GuardsConfig
 from ingot.report.metrics_file import read_rows
-from ingot.train.config import GuardsConfig
-from ingot.train.guards import Finding, Guard
+from ingot.training.guards import Finding, Guard
 
 __all__ = ["whole"]
 

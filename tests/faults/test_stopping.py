@@ -11,7 +11,7 @@ import pytest
 from runs import BATCHES, Run, assert_as_if_nothing_happened, whole
 
 from ingot.checkpoint.manifest import steps_in
-from ingot.train.lease import clear_stop_request
+from ingot.training.runtime.lease import clear_stop_request
 
 __all__ = ["whole"]
 SLOW_STEPS = {"kind": "slow", "rank": 0, "batch": 1}  # so that there is time to ask

@@ -13,8 +13,8 @@ from cluster import Cluster, cluster
 from conftest import SENTENCES
 from test_slurm import Launched
 
-from ingot.launch.ladder import read_failures
 from ingot.launch.spec import read_spec
+from ingot.launch.supervisor.restart_policy import read_failures
 
 __all__ = ["cluster"]
 HOOK = str(Path(__file__).parent / "hook")

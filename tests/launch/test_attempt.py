@@ -14,11 +14,11 @@ from conftest import TINY
 from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch import worker
-from ingot.launch.attempt import run_attempt
-from ingot.launch.failure import LEFT_ALONE, VARIABLE, read_failure
-from ingot.launch.ladder import judge
-from ingot.launch.node import Node
+from ingot.launch.supervisor import node_agent as worker
+from ingot.launch.supervisor.attempt import run_attempt
+from ingot.launch.supervisor.failure import LEFT_ALONE, VARIABLE, read_failure
+from ingot.launch.supervisor.local_ranks import Node
+from ingot.launch.supervisor.restart_policy import judge
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])

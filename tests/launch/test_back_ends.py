@@ -14,12 +14,12 @@ import pytest
 import yaml
 from specs import put_on_path
 
-from ingot.launch.back_end import is_living
+from ingot.launch.job_states import is_living
 from ingot.launch.jobs import add_job, read_jobs
-from ingot.launch.kubernetes import state_of
-from ingot.launch.ladder import newest_checkpoint
+from ingot.launch.kubernetes.kubectl import state_of
 from ingot.launch.spec import read_spec
 from ingot.launch.status import _pieces
+from ingot.launch.supervisor.restart_policy import newest_checkpoint
 
 # answers `get` with the file `object`, keeps what is applied in `applied`
 KUBECTL = """

@@ -15,10 +15,10 @@ import yaml
 from specs import LAUNCH, VALUES
 
 from ingot.errors import ConfigError
-from ingot.launch.array import render_array, render_last
-from ingot.launch.kubernetes import check_manifest
-from ingot.launch.kubernetes import render as render_manifest
-from ingot.launch.slurm import render as render_script
+from ingot.launch.kubernetes.kubectl import check_manifest
+from ingot.launch.kubernetes.kubectl import render as render_manifest
+from ingot.launch.slurm.prepare_array import render_array, render_last
+from ingot.launch.slurm.script import render as render_script
 from ingot.launch.spec import LaunchSpec, make_spec
 
 TOUCH = "touch CANARY"

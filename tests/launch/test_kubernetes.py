@@ -14,12 +14,12 @@ import yaml
 from specs import LAUNCH, VALUES, put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch import worker
-from ingot.launch.attempt import Outcome
-from ingot.launch.failure import Failure
-from ingot.launch.kubernetes import KubernetesError, apply, check_manifest, fit_to_pods, object_name, render
-from ingot.launch.pod import EXIT_AGAIN, run_pod
+from ingot.launch.kubernetes.kubectl import KubernetesError, apply, check_manifest, fit_to_pods, object_name, render
+from ingot.launch.kubernetes.pod_agent import EXIT_AGAIN, run_pod
 from ingot.launch.spec import make_spec
+from ingot.launch.supervisor import node_agent as worker
+from ingot.launch.supervisor.attempt import Outcome
+from ingot.launch.supervisor.failure import Failure
 
 KINDS = ("jobset", "trainjob", "pytorchjob")
 GPU = {"profile": "aws-p5", "gpus_per_node": 8}
@@ -54,7 +54,12 @@ def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its
     for pod in pods(text):
         container = pod["containers"][0]
         assert container["resources"]["limits"] == {"vpc.amazonaws.com/efa": 32, "nvidia.com/gpu": 8}
-        assert container["command"][1:5] == ["-m", "ingot.launch.worker", "--spec", "/etc/ingot/spec.json"]
+        assert container["command"][1:5] == [
+            "-m",
+            "ingot.launch.supervisor.node_agent",
+            "--spec",
+            "/etc/ingot/spec.json",
+        ]
         assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
         assert container["securityContext"]["privileged"] is False
         assert pod["terminationGracePeriodSeconds"] == 400
@@ -229,7 +234,7 @@ def test_a_users_error_ends_both_pods_for_good_and_a_new_launch_starts_over(tmp_
         started = []
         for rank in (0, 1) if rank_variable == "PET_NODE_RANK" else (1, 0):
             process = subprocess.Popen(
-                [sys.executable, "-m", "ingot.launch.worker", "--spec", str(path), "--pod"],
+                [sys.executable, "-m", "ingot.launch.supervisor.node_agent", "--spec", str(path), "--pod"],
                 env=os.environ | {rank_variable: str(rank), "INGOT_JOB_ATTEMPT": launch, "MASTER_ADDR": "127.0.0.1",
                                   "MASTER_PORT": "61000"},
                 stderr=subprocess.PIPE, text=True,
@@ -270,7 +275,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
         return Outcome({"finished": 0, "stopped": 75}[end], end == "stopped")
 
     monkeypatch.setattr(worker, "run_attempt", attempt)
-    monkeypatch.setattr("ingot.launch.ladder.BACK_OFF_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("ingot.launch.supervisor.restart_policy.BACK_OFF_SECONDS", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from cluster import Cluster, cluster
 from specs import spec
 from test_slurm import Launched
 
-import ingot.launch.worker as worker_module
+import ingot.launch.supervisor.node_agent as worker_module
 from ingot.errors import EXIT_FAULT
-from ingot.launch.blame import (
+from ingot.launch.preflight.diagnosis import (
     Problem,
     clock_offsets,
     deviants,
@@ -29,11 +29,11 @@ from ingot.launch.blame import (
     spoilers,
     wrong_clocks,
 )
-from ingot.launch.examine import gpu_problem, nvlink_problem, resolve
-from ingot.launch.ladder import read_failures
-from ingot.launch.node import NODES_VARIABLE
-from ingot.launch.preflight import AskedToStop, Preflight
-from ingot.launch.worker import Worker
+from ingot.launch.preflight.node_checks import gpu_problem, nvlink_problem, resolve
+from ingot.launch.preflight.preflight import AskedToStop, Preflight
+from ingot.launch.supervisor.local_ranks import NODES_VARIABLE
+from ingot.launch.supervisor.node_agent import Worker
+from ingot.launch.supervisor.restart_policy import read_failures
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow

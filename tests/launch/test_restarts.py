@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from specs import put_on_path, spec
 
-from ingot.launch import preflight, worker
-from ingot.launch.array import render_array
-from ingot.launch.blame import Problem
 from ingot.launch.jobs import read_jobs
-from ingot.launch.ladder import judge, read_failures
-from ingot.launch.preflight import Preflight, Verdict
-from ingot.launch.slurm import MAX_REQUEUES, render
+from ingot.launch.preflight import preflight
+from ingot.launch.preflight.diagnosis import Problem
+from ingot.launch.preflight.preflight import Preflight, Verdict
+from ingot.launch.slurm.prepare_array import render_array
+from ingot.launch.slurm.script import MAX_REQUEUES, render
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.status import read_status
 from ingot.launch.submit import submit_to_slurm
+from ingot.launch.supervisor import node_agent as worker
+from ingot.launch.supervisor.restart_policy import judge, read_failures
 
 # an attempt that ends with what the test says; CHECKPOINT is the step that it saves. Staging is done as srun does it.
 SRUN = """
@@ -69,7 +70,7 @@ def requeues(run: LaunchSpec) -> int:
 
 def attempts(run: LaunchSpec) -> int:
     path = Path(run.workdir) / "bin" / "srun.calls"
-    return path.read_text().count("ingot.launch.worker") if path.exists() else 0
+    return path.read_text().count("ingot.launch.supervisor.node_agent") if path.exists() else 0
 
 
 def halted(run: LaunchSpec) -> str:

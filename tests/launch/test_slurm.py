@@ -15,7 +15,7 @@ import pytest
 from cluster import Cluster, cluster
 from runs import ARGUMENTS, HOOK, Run, assert_as_if_nothing_happened
 
-from ingot.launch.ladder import read_failures
+from ingot.launch.supervisor.restart_policy import read_failures
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow
@@ -124,9 +124,9 @@ def test_a_killed_node_agent_is_a_failure_and_not_a_request_to_stop(
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # a process that has just ended
             words = (path / "cmdline").read_bytes().split(b"\0")
-            if b"ingot.launch.worker" in words and b"SLURMD_NODENAME=n2" in (path / "environ").read_bytes().split(
-                b"\0"
-            ):
+            if b"ingot.launch.supervisor.node_agent" in words and b"SLURMD_NODENAME=n2" in (
+                path / "environ"
+            ).read_bytes().split(b"\0"):
                 os.kill(int(path.name), signal.SIGKILL)
     run.wait_for_end()
     assert run.states() == ["COMPLETED"], run.output()

@@ -14,8 +14,8 @@ import pytest
 from specs import put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.array import render_array
-from ingot.launch.slurm import render
+from ingot.launch.slurm.prepare_array import render_array
+from ingot.launch.slurm.script import render
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import submit_to_slurm
 

@@ -11,11 +11,11 @@ from runs import assert_as_if_nothing_happened
 from test_slurm import Launched, whole
 
 from ingot.errors import EXIT_FAULT
-from ingot.launch.attempt import run_attempt
-from ingot.launch.ladder import judge, node_name, read_failures, record
-from ingot.launch.node import Node
-from ingot.launch.place import strikes
-from ingot.launch.transport import TransportWatch, chosen_transport, fallback
+from ingot.launch.build_spec import strikes
+from ingot.launch.preflight.transport import TransportWatch, chosen_transport, fallback
+from ingot.launch.supervisor.attempt import run_attempt
+from ingot.launch.supervisor.local_ranks import Node
+from ingot.launch.supervisor.restart_policy import judge, node_name, read_failures, record
 
 __all__ = ["cluster", "whole"]
 HOOK = str(Path(__file__).parent / "hook")

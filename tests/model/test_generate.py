@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
+from ingot.config.model import ModelConfig
 from ingot.errors import IngotError
-from ingot.model.config import ModelConfig
 from ingot.model.generate import generate, sample
 from ingot.model.init import build_model
-from ingot.model.narrow import TRITON
+from ingot.model.kernels.bf16_weights import TRITON
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.3, 0.15, 0.1]))
 
@@ -85,7 +85,7 @@ def test_prompts_that_cannot_be_continued_are_refused() -> None:
 def test_generating_does_not_wait_for_the_compiler_to_be_imported() -> None:
     program = """
 import sys, torch
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
 from ingot.model.generate import generate
 from ingot.model.init import build_model
 model = build_model(ModelConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32), 0, torch.device("cpu"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ingot.config.model import ModelConfig
 from ingot.model.attention import KVCache, rotary_tables, rotate
-from ingot.model.config import ModelConfig
 from ingot.model.generate import generate
 from ingot.model.gpt import GPT, IGNORE, flops_per_token, is_matrix
 from ingot.model.init import build_model

@@ -35,8 +35,8 @@ def test_alibi_attention_equals_the_formula(
     batch: int, time: int, groups: int, per_group: int, width: int, window: int | None, documents: float, alibi: bool
 ) -> None:
     """With sliding windows, with documents, and without slopes."""
-    from ingot.model.alibi import alibi_attention
     from ingot.model.attention import alibi_slopes, causal_bias, visible_span
+    from ingot.model.kernels.alibi_attention import alibi_attention
 
     heads, slots = groups * per_group, (slice(0, per_group), per_group, per_group + 1)
     slopes = alibi_slopes(heads, 8).cuda() * alibi
@@ -64,7 +64,7 @@ def test_alibi_attention_equals_the_formula(
 
 def test_alibi_attention_looks_only_as_far_as_matters_and_no_less() -> None:
     """Large keys far away must be seen, however steep the slope."""
-    from ingot.model.alibi import alibi_attention
+    from ingot.model.kernels.alibi_attention import alibi_attention
 
     qkv = torch.randn(1, 1024, 1, 3, 64, device="cuda").bfloat16()
     slopes = torch.tensor([0.25], device="cuda")
@@ -82,7 +82,7 @@ def test_linear_cross_entropy_equals_the_two_apart(
     tokens: int, width: int, vocab: int, rows: int, chunks: int, loud: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`loud`: late columns lie so far above the early ones that the kernel must bring what it wrote to a new level."""
-    from ingot.model import linear_cross_entropy as module
+    from ingot.model.kernels import linear_cross_entropy as module
 
     monkeypatch.setattr(module, "CHUNK_BYTES", 2 * tokens * rows // chunks)
     hidden, weight = (
@@ -120,7 +120,7 @@ def test_linear_cross_entropy_equals_the_two_apart(
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (1000, 3072), (333, 250), (4097, 1024)])
 def test_gelu_and_the_gradient_of_the_bias_before_it_equal_the_formula(rows: int, width: int) -> None:
-    from ingot.model.gelu_kernel import biased_gelu
+    from ingot.model.kernels.biased_gelu import biased_gelu
 
     x, slope = (torch.randn(rows, width, device="cuda").mul(3).bfloat16() for _ in range(2))
     exact, fast = x.double().requires_grad_(), x.clone().requires_grad_()
@@ -137,7 +137,7 @@ def test_gelu_and_the_gradient_of_the_bias_before_it_equal_the_formula(rows: int
 @pytest.mark.parametrize("kind", ["layer, biased", "layer", "root mean square"])
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(rows: int, width: int, kind: str, adds: bool) -> None:
-    from ingot.model.norm_kernel import add_norm
+    from ingot.model.kernels.add_norm import add_norm
 
     biased = kind == "layer, biased"
     layer = partial(torch.nn.LayerNorm, bias=biased) if kind.startswith("layer") else torch.nn.RMSNorm
@@ -167,7 +167,7 @@ def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(rows: int, widt
 def test_heads_come_apart_and_their_gradients_together(
     batch: int, time: int, groups: int, per_group: int, width: int
 ) -> None:
-    from ingot.model.heads_kernel import split_heads
+    from ingot.model.kernels.split_qkv import split_heads
 
     size = groups * (per_group + 2) * width
     qkv = torch.randn(batch, time, size, device="cuda").bfloat16()
@@ -186,7 +186,7 @@ def test_heads_come_apart_and_their_gradients_together(
 
 
 def test_a_product_is_added_to_an_fp32_gradient_without_rounding() -> None:
-    from ingot.model.narrow import add_product
+    from ingot.model.kernels.bf16_weights import add_product
 
     total, a, b = (torch.randn(*shape, device="cuda") for shape in ((130, 72), (1000, 130), (1000, 72)))
     a, b = a.bfloat16(), b.bfloat16()
@@ -196,7 +196,7 @@ def test_a_product_is_added_to_an_fp32_gradient_without_rounding() -> None:
 
 
 def test_fp8_products_equal_those_of_the_quantised_values() -> None:
-    from ingot.model.fp8 import BACKWARD, FORWARD, multiply, quantize, why_no_fp8
+    from ingot.model.kernels.fp8 import BACKWARD, FORWARD, multiply, quantize, why_no_fp8
 
     if why := why_no_fp8(torch.device("cuda")):
         pytest.skip(why)
@@ -209,7 +209,7 @@ def test_fp8_products_equal_those_of_the_quantised_values() -> None:
 
 @pytest.mark.parametrize("size", [(16, 16), (48, 256), (1040, 784), (7, 3), (4096, 2048)])
 def test_8_bits_by_rows_and_by_columns_are_those_of_the_formula(size: tuple[int, int]) -> None:
-    from ingot.model.fp8 import BACKWARD, FORWARD, quantize
+    from ingot.model.kernels.fp8 import BACKWARD, FORWARD, quantize
 
     for dtype, wide in product((FORWARD, BACKWARD), (torch.bfloat16, torch.float32)):
         x = (torch.randn(size) * torch.randn(size).exp()).to(wide)
@@ -237,8 +237,8 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
     """All kernels in their place: against fp32 on the CPU, as close as the precision allows, and in one piece."""
     from torch._dynamo.utils import counters
 
+    from ingot.config.model import ModelConfig
     from ingot.model.attention import choose_kernel
-    from ingot.model.config import ModelConfig
     from ingot.model.init import build_model
 
     config = ModelConfig(

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.model.config import ModelConfig
-from ingot.model.fp8 import BACKWARD, FORWARD, quantize, use_fp8, why_no_fp8
+from ingot.config.model import ModelConfig
 from ingot.model.gelu import Gelu
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
-from ingot.model.narrow import Narrow, NarrowLinear, narrow_weights
+from ingot.model.kernels.bf16_weights import Narrow, NarrowLinear, narrow_weights
+from ingot.model.kernels.fp8 import BACKWARD, FORWARD, quantize, use_fp8, why_no_fp8
 
 CPU = torch.device("cpu")
 

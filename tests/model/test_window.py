@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ingot.checkpoint.hf_config import hf_class
+from ingot.checkpoint.hf.config import hf_class
+from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
 from ingot.model.attention import KVCache, causal_bias, choose_kernel, visible_span
-from ingot.model.config import ModelConfig
 from ingot.model.init import build_model
 
 CPU = torch.device("cpu")

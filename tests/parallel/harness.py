@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 from ingot.checkpoint.manifest import read_manifest
 from ingot.checkpoint.store import CheckpointTensors
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.report.metrics_file import MetricsFile, read_rows
-from ingot.train.config import RunConfig
 
 Run = tuple[list[str], Path]  # arguments of `ingot train`, and where it writes its notes
 
@@ -36,7 +36,7 @@ class Quiet(MetricsFile):
 
 
 def train_here(arguments: list[str]) -> None:
-    from ingot.train.trainer import train
+    from ingot.training.trainer import train
 
     config = load_config(RunConfig, arguments)
     train(config, Quiet(config.run_folder, os.environ.get("RANK", "0") == "0"))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 
-from ingot.parallel.clock import CommunicationClock
+from ingot.parallel.comm_timer import CommunicationClock
 
 
 def _worker(rank: int, port: int) -> None:

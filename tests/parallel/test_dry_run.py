@@ -10,9 +10,9 @@ import pytest
 PROGRAM = """
 import json, sys, torch
 from ingot.config.load import load_config
-from ingot.parallel.dry_run import dry_run
-from ingot.parallel.fit import choose_layout, memory_needs
-from ingot.train.config import RunConfig
+from ingot.plan.dry_run import dry_run
+from ingot.parallel.memory_estimate import choose_layout, memory_needs
+from ingot.config.run import RunConfig
 
 config = load_config(RunConfig, [*sys.argv[2:], "data=x"])
 batch, world = config.global_train_batch_size, int(sys.argv[1])

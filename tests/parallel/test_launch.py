@@ -17,8 +17,8 @@ import torch.distributed as dist
 from conftest import TINY, Ingot
 
 from ingot.errors import ConfigError
-from ingot.parallel.place import Place
-from ingot.parallel.world import World
+from ingot.parallel.rank_env import Place
+from ingot.parallel.rendezvous import World
 
 
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:

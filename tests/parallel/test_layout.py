@@ -5,15 +5,15 @@ import math
 import pytest
 
 from ingot.config.load import load_config
+from ingot.config.model import ModelConfig
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.launch.node import find_node
-from ingot.model.config import ModelConfig
+from ingot.launch.supervisor.local_ranks import find_node
 from ingot.model.gpt import parameter_shapes
-from ingot.parallel.config import Layout, ParallelConfig
-from ingot.parallel.fit import Work, choose_layout, memory_needs
-from ingot.parallel.place import Place, find_place, first_host
-from ingot.train.config import RunConfig
-from ingot.train.microbatch import largest_within, must_fit
+from ingot.parallel.layout import Layout, ParallelConfig
+from ingot.parallel.memory_estimate import Work, choose_layout, memory_needs
+from ingot.parallel.rank_env import Place, find_place, first_host
+from ingot.training.microbatch_search import largest_within, must_fit
 
 MODEL = ModelConfig(d_model=64, n_heads=4, n_layers=4, vocab_size=128, max_seq_len=64)
 
@@ -73,8 +73,8 @@ def test_documents_are_kept_apart_only_where_whole_sequences_are(axis: str) -> N
 def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], problem: str) -> None:
     import torch
 
-    from ingot.train.config import RunConfig
-    from ingot.train.device import check_spread, choose_compile
+    from ingot.config.run import RunConfig
+    from ingot.training.device import check_spread, choose_compile
 
     parallel = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
     config = RunConfig.model_validate({"data": "x", "parallel": parallel, **values})

@@ -15,12 +15,12 @@ from harness import losses, train_here
 from test_launch import LIMIT, WIDE
 
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.config import Layout
+from ingot.parallel.layout import Layout
 from ingot.report.metrics_file import read_rows
-from ingot.train import microbatch
-from ingot.train.config import RunConfig
-from ingot.train.microbatch import choose_recompute, remember_too_much
+from ingot.training import microbatch_search as microbatch
+from ingot.training.microbatch_search import choose_recompute, remember_too_much
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from harness import evaluations, losses, norms, tensors, train_all, train_here
 
-from ingot.checkpoint.transfer import export_run
-from ingot.parallel.config import ParallelConfig
+from ingot.checkpoint.hf.transfer import export_run
+from ingot.parallel.layout import ParallelConfig
 from ingot.report.metrics_file import read_rows
 
 # An eps well above the rounding of a gradient: AdamW would otherwise blow the last bits of a zero gradient (a key's

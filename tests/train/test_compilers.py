@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ingot.model.narrow import TRITON
+from ingot.model.kernels.bf16_weights import TRITON
 
 PROGRAM = """
 import os, signal
 from torch._inductor import async_compile
-from ingot.train.stop import SIGNALS, start_compilers
+from ingot.training.runtime.stop import SIGNALS, start_compilers
 
 heard = []
 for number in SIGNALS:
@@ -39,8 +39,8 @@ def test_on_a_cpu_a_run_trains_and_saves_without_the_compiler(data: Path, tmp_pa
     program = """
 import sys
 from ingot.config.load import load_config
-from ingot.report.run import train
-from ingot.train.config import RunConfig
+from ingot.report.listeners import train
+from ingot.config.run import RunConfig
 train(load_config(RunConfig, sys.argv[1:]))
 sys.exit("torch._dynamo" in sys.modules)
 """

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from ingot.config.load import load_config
-from ingot.data.loader import Batch
+from ingot.config.run import RunConfig
+from ingot.data.loading.batch_loader import Batch
 from ingot.errors import ConfigError
-from ingot.train import cuda_graph
-from ingot.train.config import RunConfig
-from ingot.train.cuda_graph import check_graph, choose_graph, why_no_graph
+from ingot.training import cuda_graph
+from ingot.training.cuda_graph import check_graph, choose_graph, why_no_graph
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

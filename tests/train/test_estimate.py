@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.model.gpt import GPT
-from ingot.report.run import train
-from ingot.train.config import RunConfig
+from ingot.report.listeners import train
 
 
 @pytest.mark.parametrize("compiled", [False, True])

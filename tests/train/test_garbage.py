@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.train import garbage
-from ingot.train.garbage import Garbage
-from ingot.train.step import TrainStep
+from ingot.training.runtime import gc_control as garbage
+from ingot.training.runtime.gc_control import Garbage
+from ingot.training.step import TrainStep
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def test_no_step_of_a_run_is_interrupted_by_the_collector(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ingot.config.load import load_config
-    from ingot.report.run import train
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
+    from ingot.report.listeners import train
 
     whole, seen = TrainStep.run, []
     monkeypatch.setattr(TrainStep, "run", lambda self, batch: (seen.append(gc.isenabled()), whole(self, batch))[1])

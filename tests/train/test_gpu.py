@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.data.loader import Batch
+from ingot.data.loading.batch_loader import Batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,8 +20,8 @@ CONFIG = ["model.d_model=256", "model.n_heads=4", "model.n_layers=4", "model.voc
 
 def run(data: Path, folder: Path, *more: str) -> list[dict[str, float]]:
     from ingot.config.load import load_config
-    from ingot.report.run import train
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
+    from ingot.report.listeners import train
 
     train(load_config(RunConfig, [*CONFIG, f"data={data}", f"save_folder={folder}", *more]))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -51,7 +51,7 @@ def test_alibi_by_our_kernel_trains_as_by_the_additive_mask(
 ) -> None:
     alibi = ["model.positions=alibi", "model.no_bias=true", "precision=bf16"]
     fast = run(data, tmp_path / "fast", *alibi)
-    monkeypatch.setattr("ingot.train.trainer.choose_kernel", lambda config, device: ("sdpa", "for comparison"))
+    monkeypatch.setattr("ingot.training.trainer.choose_kernel", lambda config, device: ("sdpa", "for comparison"))
     mask = run(data, tmp_path / "mask", *alibi, "compile=false")
     assert fast[0]["loss/train/total"] == pytest.approx(mask[0]["loss/train/total"], rel=1e-3)
     assert fast[-1]["loss/train/total"] == pytest.approx(mask[-1]["loss/train/total"], rel=0.05)
@@ -61,7 +61,7 @@ def test_alibi_by_our_kernel_trains_as_by_the_additive_mask(
 def test_wrapped_by_fsdp_a_run_trains_as_alone_and_by_the_same_kernels(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: str
 ) -> None:
-    from ingot.model import norm_kernel
+    from ingot.model.kernels import add_norm as norm_kernel
 
     kernel, calls = norm_kernel._norm_kernel, 0
 
@@ -85,7 +85,7 @@ def test_a_step_never_waits_for_the_device(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
 ) -> None:
     """With torch set to raise on any synchronisation from the second step on, two more steps run through."""
-    from ingot.train.step import TrainStep
+    from ingot.training.step import TrainStep
 
     whole, steps = TrainStep.run, 0
 
@@ -126,7 +126,7 @@ def test_a_cuda_graph_is_chosen_where_launching_takes_longest(
 def test_a_pass_that_cannot_be_recorded_is_launched_one_by_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from ingot.train.step import TrainStep
+    from ingot.training.step import TrainStep
 
     size = ["device_train_microbatch_size=4", "deterministic=true"]
     plain = run(data, tmp_path / "plain", *size, "cuda_graphs=false")
@@ -150,9 +150,9 @@ def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_pat
 
 def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None:
     from ingot.config.load import load_config
+    from ingot.config.run import RunConfig
     from ingot.model.init import build_model
-    from ingot.train.config import RunConfig
-    from ingot.train.microbatch import KINDS, _largest_that_fits, choose_microbatch
+    from ingot.training.microbatch_search import KINDS, _largest_that_fits, choose_microbatch
 
     config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_heads=8", "model.n_layers=8",
                                      "model.vocab_size=512", "global_train_batch_size=2", "data=x"])  # fmt: skip

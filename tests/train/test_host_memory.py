@@ -6,10 +6,10 @@ import pytest
 from conftest import TINY, Ingot
 
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.config import Layout
-from ingot.train.config import RunConfig
-from ingot.train.host_memory import available_memory, check_host_memory
+from ingot.parallel.layout import Layout
+from ingot.training.host_memory import available_memory, check_host_memory
 
 GIB = 2**30
 

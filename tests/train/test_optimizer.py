@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ingot.config.load import validate
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
+from ingot.config.run import OptimizerConfig
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
-from ingot.train.config import OptimizerConfig
-from ingot.train.optimizer import Optimizer, orthogonal, orthogonal_in_stacks
+from ingot.training.optimizer import Optimizer, orthogonal, orthogonal_in_stacks
 
 CONFIG = ModelConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=11, max_seq_len=8)
 
@@ -109,7 +109,7 @@ def test_a_muon_update_is_nearly_orthogonal() -> None:
 def test_muon_gives_the_same_for_matrices_in_stacks_as_one_by_one(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.train.optimizer.STACK_ELEMENTS", 3 * shape[0] * shape[1])  # stacks of 3, 3 and 1
+    monkeypatch.setattr("ingot.training.optimizer.STACK_ELEMENTS", 3 * shape[0] * shape[1])  # stacks of 3, 3 and 1
     matrices = [torch.randn(shape, generator=torch.Generator().manual_seed(n)) * 10.0 ** (n - 3) for n in range(7)]
     together = list(orthogonal_in_stacks(iter(matrices)))
     assert len(together) == 7

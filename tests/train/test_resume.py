@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from ingot.checkpoint.manifest import read_manifest, steps_in, verify
 from ingot.config.load import load_config
+from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DataError
+from ingot.report.listeners import train
 from ingot.report.metrics_file import read_rows
-from ingot.report.run import train
-from ingot.train.config import RunConfig
 
 # dropout, so that the random state matters; more steps than one checkpoint interval, so that resuming matters
 LONG = [*TINY, "max_duration=30ba", "save_interval=4ba", "model.resid_pdrop=0.1", "eval_interval=10ba"]
@@ -331,7 +331,7 @@ def test_a_manifest_of_a_negative_step_is_passed_over(
 def test_a_manifest_beyond_the_limit_is_refused_before_the_first_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingot.train.saving.MAX_MANIFEST_BYTES", 500)  # in place of thousands of processes
+    monkeypatch.setattr("ingot.training.checkpointer.MAX_MANIFEST_BYTES", 500)  # in place of thousands of processes
     with pytest.raises(CheckpointError, match=r"a checkpoint's manifest would be .*state_dict_type=full"):
         run(data, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from ingot.config.time import Clock, Time
-from ingot.train.config import SchedulerConfig
-from ingot.train.schedule import lr_multiplier
+from ingot.config.durations import Clock, Time
+from ingot.config.run import SchedulerConfig
+from ingot.training.schedule import lr_multiplier
 
 CLOCK = Clock(batch_samples=8, sample_tokens=32, epoch_samples=800, max_duration=Time(100, "ba"))
 

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from ingot.config.load import validate
-from ingot.data.dataset import IGNORE
-from ingot.data.loader import Batch
+from ingot.config.run import RunConfig
+from ingot.data.loading.batch_loader import Batch
+from ingot.data.loading.open_dataset import IGNORE
 from ingot.model.init import build_model
-from ingot.train.config import RunConfig
-from ingot.train.device import peak_flops
-from ingot.train.optimizer import Optimizer
-from ingot.train.step import TrainStep
+from ingot.training.device import peak_flops
+from ingot.training.optimizer import Optimizer
+from ingot.training.step import TrainStep
 
 CPU = torch.device("cpu")
 

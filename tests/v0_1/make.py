@@ -180,8 +180,8 @@ def expand(root: Path, lines: list[str]) -> None:
 
 
 def make_runs(root: Path) -> dict:
-    from ingot.parallel.config import Layout
-    from ingot.train.microbatch import remember_too_much
+    from ingot.parallel.layout import Layout
+    from ingot.training.microbatch_search import remember_too_much
 
     expected = {}
     for name, changes in RUNS.items():
@@ -243,7 +243,7 @@ def make_hf(root: Path) -> dict:
 
 def make_launched(root: Path) -> dict:
     """Launch folders as a login node, job scripts and nodes leave them, on stand-ins for sbatch and kubectl."""
-    from ingot.launch.ladder import mark_start, record
+    from ingot.launch.supervisor.restart_policy import mark_start, record
 
     programs = root / "ref" / "bin"
     programs.mkdir()

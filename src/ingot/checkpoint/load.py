@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ingot.checkpoint.hf import TensorReader, read_hf
-from ingot.checkpoint.hf_weights import EMBEDDINGS
+from ingot.checkpoint.hf.folder import TensorReader, read_hf
+from ingot.checkpoint.hf.weights import EMBEDDINGS
 from ingot.checkpoint.manifest import Manifest
 from ingot.checkpoint.store import CheckpointTensors, find_checkpoint
 from ingot.config.load import validate
+from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, ConfigError
-from ingot.model.config import ModelConfig
 from ingot.model.gpt import GPT, allocate
-from ingot.parallel.weights import fill, local, local_offsets
+from ingot.parallel.dtensor import fill, local, local_offsets
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:

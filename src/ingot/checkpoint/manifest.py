@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ingot.data.files import file_hash
 from ingot.errors import CheckpointError
+from ingot.storage.atomic import file_hash
 
 FORMAT = "ingot-checkpoint"
 VERSION = 2

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ingot.checkpoint.coordinator import Ranks
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -27,9 +28,8 @@ from ingot.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ingot.checkpoint.plan import Tensors, plan_save
-from ingot.checkpoint.ranks import Ranks
-from ingot.checkpoint.shard import DTYPES, Shard, write_shard
+from ingot.checkpoint.safetensors_file import DTYPES, Shard, write_shard
+from ingot.checkpoint.save_plan import Tensors, plan_save
 from ingot.errors import CheckpointError
 
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ingot.checkpoint.location import Place
     from ingot.checkpoint.manifest import Manifest
-    from ingot.checkpoint.place import Place
 
 checkpoint_app = typer.Typer(help="List, verify, show, size, copy and consolidate checkpoints.", no_args_is_help=True)
 Where = Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="Run folder, checkpoint, or the URL of either.")]
@@ -36,7 +36,7 @@ def verify(where: Where) -> None:
 
     Example: ingot checkpoint verify s3://bucket/run
     """
-    from ingot.checkpoint.place import incomplete_places
+    from ingot.checkpoint.location import incomplete_places
     from ingot.errors import CheckpointError
 
     places, problems = _places(where), []
@@ -104,9 +104,9 @@ def size(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...
     Example: ingot checkpoint size mpt-30b mpt-70b
     """
     from ingot.config.load import load_config
-    from ingot.parallel.config import Layout
-    from ingot.parallel.fit import memory_needs
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
+    from ingot.parallel.layout import Layout
+    from ingot.parallel.memory_estimate import memory_needs
 
     rows = []
     for recipe in recipes:
@@ -127,7 +127,7 @@ def copy(
 
     Example: ingot checkpoint copy runs/first s3://bucket/first
     """
-    from ingot.checkpoint.remote import copy_checkpoint
+    from ingot.checkpoint.remote_copy import copy_checkpoint
 
     print(f"copied {copy_checkpoint(_pick(where, step), to)}")
 
@@ -158,8 +158,8 @@ def consolidate(
 
 
 def _places(where: str) -> "list[Place]":
+    from ingot.checkpoint.location import find_places, incomplete_places, is_url
     from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
-    from ingot.checkpoint.place import find_places, incomplete_places, is_url
     from ingot.errors import CheckpointError
 
     if not is_url(where) and not Path(where).exists():

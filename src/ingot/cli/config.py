@@ -14,7 +14,7 @@ def schema() -> None:
 
     Example: ingot config schema > ingot.schema.json
     """
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
 
     print(json.dumps(RunConfig.model_json_schema(), indent=2))
 
@@ -28,7 +28,7 @@ def show(
     Example: ingot config show mpt-125m model.n_layers=6
     """
     from ingot.config.load import load_config, to_yaml
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
 
     print(to_yaml(load_config(RunConfig, arguments)), end="")
 
@@ -47,7 +47,7 @@ def convert(
     import yaml
 
     from ingot.config.load import Origins, translate, validate
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
 
     translation = translate(RunConfig, arguments, dialect)
     values = {key: translation.values[key] for key in RunConfig.model_fields if key in translation.values}

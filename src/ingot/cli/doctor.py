@@ -27,10 +27,10 @@ def doctor(
     if (run is not None or profile is not None) and not cluster:
         raise ConfigError("a run folder or a profile is for `ingot doctor --cluster`")
     if cluster:
-        from ingot.launch.doctor import check_nodes
+        from ingot.launch.preflight.doctor import check_nodes
 
         raise typer.Exit(check_nodes(run, profile))
-    from ingot.report.doctor import examine
+    from ingot.report.environment_check import examine
 
     findings = examine()
     for finding in findings:

@@ -16,7 +16,7 @@ def evaluate(
 
     Example: ingot eval runs/first data.eval.path=./my-copy-c4 data.eval.split=val
     """
-    from ingot.train.evaluate_run import evaluate_run
+    from ingot.evaluation.run import evaluate_run
 
     result, data = evaluate_run(run, overrides or [])
     if as_json:

@@ -30,7 +30,7 @@ def export(
 
     Example: ingot export runs/first --to hf ./my-model
     """
-    from ingot.checkpoint.transfer import export_run
+    from ingot.checkpoint.hf.transfer import export_run
 
     name = export_run(run, out, dtype.value if dtype else None, int(max_shard_gb * 1e9))
     print(f"wrote {out}: {name}; load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")

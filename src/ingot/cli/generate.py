@@ -21,8 +21,8 @@ def generate(
 
     Example: ingot generate runs/first --prompt "def main():" --temperature 0.7 --top-k 50
     """
+    from ingot.checkpoint.hf.transfer import tokenizer_of
     from ingot.checkpoint.load import load_model
-    from ingot.checkpoint.transfer import tokenizer_of
     from ingot.model.generate import generate as sample
 
     model = load_model(run, device)

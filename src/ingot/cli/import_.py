@@ -19,7 +19,7 @@ def import_(
 
     Example: ingot import ./pythia-160m runs/pythia
     """
-    from ingot.checkpoint.foreign.source import import_checkpoint
+    from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
 
     import_checkpoint(source, out, config)
     print(f"wrote {out}; train on from it with: ingot train {out}/config.yaml data=... load_path={out} save_folder=...")

@@ -23,7 +23,7 @@ def inspect(
 
     Example: ingot inspect my-data --split train --text --loader
     """
-    from ingot.data.inspect import decoded_samples, describe, find_splits, try_loader
+    from ingot.data.loading.inspect import decoded_samples, describe, find_splits, try_loader
 
     for name in find_splits(path, split):
         for line in describe(path, name, local, verify):

@@ -15,17 +15,17 @@ from ingot.cli.export import export
 from ingot.cli.generate import generate
 from ingot.cli.import_ import import_
 from ingot.cli.inspect import inspect
-from ingot.cli.launch import launch_app
-from ingot.cli.launch_image import image_app
-from ingot.cli.launch_kubernetes import kubernetes
-from ingot.cli.launch_local import local
+from ingot.cli.launch.image import image_app
+from ingot.cli.launch.kubernetes import kubernetes
+from ingot.cli.launch.local import local
+from ingot.cli.launch.slurm import launch_app
 from ingot.cli.prepare import PrepareCommand, prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
 from ingot.cli.train import train
 from ingot.config.secrets import redact
 from ingot.errors import EXIT_FAULT, IngotError
-from ingot.launch.failure import record_failure
+from ingot.launch.supervisor.failure import record_failure
 
 app = typer.Typer(
     name="ingot",

@@ -168,8 +168,8 @@ def prepare(
     Example: ingot prepare --dataset allenai/c4 --data_subset en --out_root ./my-copy-c4 --splits train val
     --concat_tokens 2048 --tokenizer EleutherAI/gpt-neox-20b --eos_text '<|endoftext|>' --num_workers 8
     """
-    from ingot.data.input_files import hub_source
-    from ingot.data.prepare import prepare as run
+    from ingot.data.prepare.input_files import hub_source
+    from ingot.data.prepare.prepare import prepare as run
 
     splits = check_options(locals())
     if output_prefix and not append_eod and eos_text is None and not use_tokenizer_eos:
@@ -235,7 +235,7 @@ def _tokenizer(name: str | None, kind: str | None, vocab: Path | None, merges: P
 
 def check_options(given: Mapping[str, Any]) -> list[str]:
     """Refuse options that cannot go together; returns the names of the splits."""
-    from ingot.data.prepare import check_names
+    from ingot.data.prepare.prepare import check_names
 
     if bool(given["path"]) == bool(given["dataset"]):
         raise DataError("give either --path with files, or --dataset with the name of a hub data set")

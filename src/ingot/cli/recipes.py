@@ -21,7 +21,7 @@ def show_list() -> None:
 
     from ingot.config.load import load_config
     from ingot.config.recipes import recipe_names
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
 
     table = Table(
         "recipe", "parameters", "layers", "width", "heads", "sequence", "batch", "peak lr", "duration", box=None

@@ -10,7 +10,7 @@ import typer
 from ingot.errors import EXIT_CONTINUE, ConfigError
 
 if TYPE_CHECKING:
-    from ingot.train.config import RunConfig
+    from ingot.config.run import RunConfig
 
 
 def train(
@@ -41,12 +41,12 @@ def train(
         # before torch is loaded: a model that fills a GPU has no room for fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from ingot.config.load import check_recipe, load_config
-    from ingot.launch.local import run_processes
-    from ingot.launch.node import find_node
-    from ingot.parallel.fit import choose_layout
-    from ingot.parallel.place import find_place
-    from ingot.train.config import RunConfig
-    from ingot.train.heartbeat import dump_stacks_on_request
+    from ingot.config.run import RunConfig
+    from ingot.launch.supervisor.local import run_processes
+    from ingot.launch.supervisor.local_ranks import find_node
+    from ingot.parallel.memory_estimate import choose_layout
+    from ingot.parallel.rank_env import find_place
+    from ingot.training.runtime.heartbeat import dump_stacks_on_request
 
     check_recipe(arguments)
     config = load_config(RunConfig, arguments, dialect=dialect)
@@ -61,7 +61,7 @@ def train(
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]
             sys.exit(run_processes(command, node, Path(config.run_folder)))
-    from ingot.report.run import train as run
+    from ingot.report.listeners import train as run
 
     dump_stacks_on_request()
     result = run(config, fresh)

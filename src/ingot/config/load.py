@@ -20,15 +20,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from ingot.config.arguments import read_words
-from ingot.config.dialects import DIALECTS
-from ingot.config.dialects.table import Dialect, Translation, ancestors, flatten
+from ingot.config.base import closest_key, known_keys
 from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe, recipe_names
-from ingot.config.schema import closest_key, known_keys
-from ingot.config.script import read_script
 from ingot.config.secrets import strings_in
 from ingot.errors import ConfigError
+from ingot.migrate import DIALECTS
+from ingot.migrate.script import read_script
+from ingot.migrate.shell_arguments import read_words
+from ingot.migrate.translation import Dialect, Translation, ancestors, flatten
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")

@@ -8,7 +8,7 @@ from ingot.errors import ConfigError
 
 
 def recipe_folder() -> Path:
-    return Path(str(resources.files("ingot") / "recipes"))
+    return Path(str(resources.files("ingot") / "config" / "recipes"))
 
 
 def recipe_names() -> list[str]:

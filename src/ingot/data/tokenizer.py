@@ -18,8 +18,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from ingot.data.files import write_whole
 from ingot.errors import DataError, disk_error
+from ingot.storage.atomic import write_whole
 
 # What the field's tokenizers call the end of a document, in the order in which we believe them.
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "<|eos|>", "[EOS]")

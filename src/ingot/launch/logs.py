@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.config.secrets import redact
-from ingot.launch.ladder import START, read_history
 from ingot.launch.spec import LAUNCH
-from ingot.train.run_files import LOGS
+from ingot.launch.supervisor.restart_policy import START, read_history
+from ingot.training.runtime.run_files import LOGS
 
 TAIL = 40  # lines of a failed rank's log
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+from ingot.config.base import Section
 from ingot.config.load import validate
-from ingot.config.schema import Section
 from ingot.errors import ConfigError
 from ingot.launch.spec import LaunchSpec
 
@@ -92,4 +92,4 @@ def launch_defaults() -> tuple[dict[str, Any], str]:
 
 
 def _folder() -> Path:
-    return Path(str(resources.files("ingot") / "profiles"))
+    return Path(str(resources.files("ingot") / "launch" / "profiles"))

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ingot.config.base import Section, impossible
 from ingot.config.load import validate
-from ingot.config.schema import Section, impossible
 from ingot.config.secrets import NAMES, SHORTEST
 from ingot.errors import ConfigError
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
-from ingot.launch.back_end import is_living, job_states, launched_verb
+from ingot.launch.build_spec import STRIKES, strikes
+from ingot.launch.job_states import is_living, job_states, launched_verb
 from ingot.launch.jobs import read_jobs
-from ingot.launch.ladder import START, newest_checkpoint, read_failures, read_history
-from ingot.launch.place import STRIKES, strikes
-from ingot.launch.slurm import run_folder_of
+from ingot.launch.slurm.script import run_folder_of
 from ingot.launch.spec import LAUNCH
-from ingot.launch.worker import HALT
-from ingot.train.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
+from ingot.launch.supervisor.node_agent import HALT
+from ingot.launch.supervisor.restart_policy import START, newest_checkpoint, read_failures, read_history
+from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
 
 LEFT_OUT = ", left out of the next job"
 FRESH_SECONDS = 60.0  # an owner's file is touched every few

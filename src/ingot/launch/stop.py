@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ingot.launch.back_end import end_jobs, launched_verb
-from ingot.train.run_files import FINISHED, STOP
+from ingot.launch.job_states import end_jobs, launched_verb
+from ingot.training.runtime.run_files import FINISHED, STOP
 
 
 def stop_run(run: Path, now: bool) -> str:

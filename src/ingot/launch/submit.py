@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
-from ingot.launch import kubernetes
-from ingot.launch.array import ARRAY, LAST, render_array, render_last
-from ingot.launch.back_end import is_living, job_states
+from ingot.launch.build_spec import signal_seconds, strikes
 from ingot.launch.image import expected_sum
+from ingot.launch.job_states import is_living, job_states
 from ingot.launch.jobs import add_job, read_jobs
-from ingot.launch.ladder import mark_start
-from ingot.launch.place import signal_seconds, strikes
-from ingot.launch.slurm import ENDS, SCRIPT, STARTS, cancel, render, submit, write_script
+from ingot.launch.kubernetes import kubectl as kubernetes
+from ingot.launch.slurm.prepare_array import ARRAY, LAST, render_array, render_last
+from ingot.launch.slurm.script import ENDS, SCRIPT, STARTS, cancel, render, submit, write_script
 from ingot.launch.spec import LAUNCH, SPEC, LaunchSpec, read_spec
-from ingot.launch.worker import HALT, read_secret
-from ingot.train.run_files import FINISHED, STOP
+from ingot.launch.supervisor.node_agent import HALT, read_secret
+from ingot.launch.supervisor.restart_policy import mark_start
+from ingot.training.runtime.run_files import FINISHED, STOP
 
 FILES = "files"  # in the launch folder: config files that travel with a Kubernetes job
 

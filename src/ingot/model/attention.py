@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.model.config import ModelConfig
-from ingot.model.narrow import TRITON, autocast_dtype, fuses, leave_bias
+from ingot.config.model import ModelConfig
+from ingot.model.kernels.bf16_weights import TRITON, autocast_dtype, fuses, leave_bias
 from ingot.model.norm import make_norm
 
 if TRITON:
-    from ingot.model.heads_kernel import split_heads
+    from ingot.model.kernels.split_qkv import split_heads
 
 
 class KVCache:
@@ -251,7 +251,7 @@ class AlibiAttend:
 
     def fused(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
         """[B, T, G, queries + key + value, D] to [B, T, H, D]; a bias whose gradient is left to us may come with it."""
-        from ingot.model.alibi import alibi_attention
+        from ingot.model.kernels.alibi_attention import alibi_attention
 
         return alibi_attention(qkv, self.slopes, self.scale, self.span, bias)[0]
 

@@ -10,17 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ingot.config.model import ModelConfig
+from ingot.model.activation_checkpointing import recompute
 from ingot.model.attention import AlibiAttend, Attend, Attention, KVCache, SdpaAttend, rotary_tables
-from ingot.model.config import ModelConfig
-from ingot.model.fp8 import use_fp8, why_no_fp8
+from ingot.model.kernels.bf16_weights import (
+    TRITON,
+    Narrow,
+    NarrowLinear,
+    autocast_dtype,
+    fuses,
+    leave_bias,
+    narrow_weights,
+    renew,
+)
+from ingot.model.kernels.fp8 import use_fp8, why_no_fp8
 from ingot.model.mlp import MLP
-from ingot.model.narrow import TRITON, Narrow, NarrowLinear, autocast_dtype, fuses, leave_bias, narrow_weights, renew
 from ingot.model.norm import make_norm
-from ingot.model.recompute import recompute
 
 if TRITON:
-    from ingot.model.linear_cross_entropy import linear_cross_entropy
-    from ingot.model.norm_kernel import add_norm
+    from ingot.model.kernels.add_norm import add_norm
+    from ingot.model.kernels.linear_cross_entropy import linear_cross_entropy
 
 IGNORE = -100  # a label that takes no part in the loss
 DEEP = 16  # layers from which a model is compiled block by block

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
 from ingot.model.gpt import GPT, allocate
 
 RESIDUAL = ("attn.out.weight", "mlp.down.weight")  # projections that write to the residual stream

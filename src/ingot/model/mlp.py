@@ -4,12 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
 from ingot.model.gelu import Gelu
-from ingot.model.narrow import TRITON, fuses, leave_bias
+from ingot.model.kernels.bf16_weights import TRITON, fuses, leave_bias
 
 if TRITON:
-    from ingot.model.gelu_kernel import biased_gelu
+    from ingot.model.kernels.biased_gelu import biased_gelu
 
 
 class MLP(nn.Module):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ingot.parallel.config import Layout
+from ingot.parallel.layout import Layout
 
 GRID = ("pipeline", "replicate", "shard", "tensor")
 _LIVES = itertools.count()  # of meshes in this process

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
-from ingot.model.config import ModelConfig
+from ingot.config.model import ModelConfig
 from ingot.model.gpt import GPT
-from ingot.parallel.config import STAGES_PER_RANK
 from ingot.parallel.context import SequenceCut
-from ingot.parallel.data import DTYPES
+from ingot.parallel.dtensor import local
+from ingot.parallel.fsdp import DTYPES
+from ingot.parallel.layout import STAGES_PER_RANK
 from ingot.parallel.mesh import Mesh
-from ingot.parallel.weights import local
 
 SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,

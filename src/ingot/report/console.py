@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from ingot.config.secrets import redact
-from ingot.train.events import Row
-from ingot.train.run_files import LOGS
+from ingot.training.listener import Row
+from ingot.training.runtime.run_files import LOGS
 
 PLAIN_SECONDS = 1.0  # at most one plain line in this time, besides the first, the last and evaluations
 

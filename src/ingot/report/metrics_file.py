@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import disk_error
-from ingot.train.events import Row
-from ingot.train.run_files import METRICS
+from ingot.training.listener import Row
+from ingot.training.runtime.run_files import METRICS
 
 
 class MetricsFile:

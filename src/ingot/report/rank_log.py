@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.secrets import redact
-from ingot.train.events import Row
-from ingot.train.run_files import LOGS
+from ingot.training.listener import Row
+from ingot.training.runtime.run_files import LOGS
 
 
 class RankLog:

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ingot.config.run import TensorBoardConfig
 from ingot.errors import MissingExtra
-from ingot.train.config import TensorBoardConfig
-from ingot.train.events import Row
+from ingot.training.listener import Row
 
 
 class TensorBoard:

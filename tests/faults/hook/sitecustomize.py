@@ -62,7 +62,7 @@ class Finder:
     """Wraps the trainer as it is imported."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "ingot.train.trainer":
+        if name != "ingot.training.trainer":
             return None
         sys.meta_path.remove(self)
         found = importlib.util.find_spec(name)

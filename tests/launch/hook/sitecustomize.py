@@ -20,10 +20,10 @@ if not program and "INGOT_FAILURE_FILE" in os.environ:
     program = "rank"
 
 if FAULT and program == "worker":
-    import ingot.launch.preflight
+    import ingot.launch.preflight.preflight
 
-    ingot.launch.preflight.REPORT_SECONDS = FAULT["report_seconds"]
-    ingot.launch.preflight.ROUND_SECONDS = 6.0
+    ingot.launch.preflight.preflight.REPORT_SECONDS = FAULT["report_seconds"]
+    ingot.launch.preflight.preflight.ROUND_SECONDS = 6.0
 
 if FAULT and program and socket.gethostname() == FAULT["node"]:
     kind = FAULT["kind"]
@@ -42,8 +42,8 @@ if FAULT and program and socket.gethostname() == FAULT["node"]:
 
 HOLD = os.environ.get("INGOT_TEST_HOLD")
 if HOLD and "prepare" in sys.orig_argv and "launch" not in sys.orig_argv:
-    from ingot.data import sources
-    from ingot.data.prepare_worker import Worker
+    from ingot.data.prepare import pieces as sources
+    from ingot.data.prepare.worker import Worker
 
     sources.PIECE_BYTES = 4_000
     plain_tokenize = Worker.tokenize

@@ -1,0 +1,104 @@
+"""Where checkpoints lie: found, checked and copied alike by URL or path. Without torch, whose import takes longer than
+all of that.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST, File, Manifest, parse_manifest, read_manifest, verify_file
+from ingot.errors import CheckpointError, disk_error
+from ingot.storage.object_store import Again, NotThere, Remote
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint lies."""
+
+    remote: Remote
+    prefix: str
+    """Of its files' names: `checkpoints/STEP/`, or nothing where the path is the checkpoint's own."""
+
+    def __str__(self) -> str:
+        return f"{self.remote.url}/{self.prefix}".rstrip("/")
+
+    @property
+    def step(self) -> int:
+        """As its folder's name has it."""
+        return int(self.prefix.split("/")[1])
+
+    def manifest(self) -> Manifest:
+        if self.remote.folder is not None:
+            return read_manifest(self.remote.folder / self.prefix)
+        text = self.remote.read(self.prefix + MANIFEST)
+        if text is None:
+            raise CheckpointError(f"{self} is not a checkpoint: it has no {MANIFEST}")
+        return parse_manifest(text, Path(str(self)), f"{self}/{MANIFEST}")
+
+    def check(self, name: str, expected: File) -> None:
+        """Check a file's presence, size and hash."""
+        if self.remote.folder is not None:
+            verify_file(self.remote.folder / self.prefix / name, expected)
+        else:
+            self.fetch(name, expected, Path(os.devnull))
+
+    def fetch(self, name: str, expected: File, target: Path) -> None:
+        """Copy a file here, checked on the way."""
+
+        def attempt() -> None:
+            with target.open("wb") as file:
+                self._stream(name, expected, file.write)
+
+        if self.remote.folder is not None:
+            verify_file(self.remote.folder / self.prefix / name, expected)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.remote.retry(self.prefix + name, attempt)
+        except NotThere:
+            raise CheckpointError(f"checkpoint {self} is incomplete: {name} is missing") from None
+        except OSError as error:
+            raise disk_error("write", target, error) from None
+
+    def _stream(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
+        digest, size = xxhash.xxh3_128(), 0
+        for chunk in self.remote.stream(self.prefix + name):
+            digest.update(chunk)
+            use(chunk)
+            size += len(chunk)
+            if size > expected.bytes:
+                break
+        if size < expected.bytes and self.remote.folder is None and size != self.remote.size(self.prefix + name):
+            raise Again(f"{name} broke off after {size} bytes")
+        if size != expected.bytes:
+            raise CheckpointError(f"{self}/{name} is truncated or changed: the manifest says {expected.bytes} bytes")
+        if digest.hexdigest() != expected.xxh3:
+            raise CheckpointError(f"{self}/{name} is corrupt: its hash differs from the manifest's")
+
+
+def find_places(where: str | Remote) -> list[Place]:
+    """The checkpoints of a run, oldest first, or the one that a path or URL is itself."""
+    remote = Remote(where) if isinstance(where, str) else where
+    if remote.size(MANIFEST) is not None:
+        return [Place(remote, "")]
+    return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is not None]
+
+
+def incomplete_places(where: str) -> list[Place]:
+    """The numbered folders of a run that have no manifest: it was deleted, or an upload has not finished."""
+    remote = Remote(where)
+    if remote.size(MANIFEST) is not None:
+        return []
+    return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is None]
+
+
+def _numbered(remote: Remote) -> list[Place]:
+    steps = sorted(int(name) for name in remote.names(CHECKPOINTS, required=True) if re.fullmatch("[0-9]+", name))
+    return [Place(remote, f"{CHECKPOINTS}/{step}/") for step in steps]

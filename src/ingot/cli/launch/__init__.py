@@ -1,0 +1,1 @@
+"""ingot launch: one file per place to run."""

@@ -1,0 +1,1 @@
+"""Readers and writers of MDS shards and Megatron's .bin/.idx pairs."""

@@ -1,0 +1,1 @@
+"""Shards to batches: order, mixture, cache."""

@@ -1,0 +1,129 @@
+"""What is in a data set: counts, sizes, hashes, the tokenizer, some samples, and whether a loader can read it.
+
+Everything is read through the same code as training, so what passes here opens there.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ingot.config.data import PlaceConfig, SourceConfig
+from ingot.config.load import validate
+from ingot.data.formats.indexed_reader import IndexFile
+from ingot.data.formats.mds_reader import read_index
+from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.open_dataset import fetch_index, locate, open_dataset, split_folders, tokenizer_folder
+from ingot.data.loading.shard_cache import verify_file
+from ingot.data.loading.token_dataset import IGNORE, Dataset
+from ingot.data.prepare.progress import follow
+from ingot.data.tokenizer import Tokenizer, load_tokenizer
+from ingot.errors import DataError
+
+
+def find_splits(path: str, split: str | None) -> list[str | None]:
+    """The splits to look at: the one asked for, all that a folder holds, or the folder itself."""
+    folder = Path(path)
+    validate(PlaceConfig, {"split": split})
+    if split or "://" in path or (folder / "index.json").is_file() or not folder.is_dir():
+        return [split]
+    return [s for s in sorted(split_folders(folder)) if not s.startswith(".")] or [None]
+
+
+def describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
+    """Lines that tell what lies at a place; damage is a DataError."""
+    if "://" in path:
+        kind, place, _ = fetch_index(path, _cache(local), split, None)
+        verify = False  # the loader verifies each shard as it arrives
+    else:
+        kind, place = locate(Path(path), split)
+    meta_path = place / "meta.json" if kind == "mds" else Path(f"{place}.meta.json")
+    if kind == "mds":
+        yield from _describe_mds(place, verify)
+    else:
+        index = IndexFile(Path(f"{place}.idx"))
+        binary = Path(f"{place}.bin")
+        expected = index.tokens * index.dtype.itemsize
+        if "://" not in path and binary.stat().st_size != expected:
+            raise DataError(f"{binary} has {binary.stat().st_size:,} bytes where its index says {expected:,}")
+        yield f"{place}: Megatron's .bin/.idx, {index.dtype.name} tokens"
+        yield f"{len(index.documents) - 1:,} documents, {index.tokens:,} tokens, {expected:,} bytes; sizes agree"
+    if not meta_path.is_file():
+        yield "no meta.json: written by another tool"
+        return
+    meta = json.loads(meta_path.read_text(encoding="utf-8"))
+    about = "about " if meta.get("prepare", {}).get("report", {}).get("is_estimate") else ""
+    yield f"{about}{meta['documents']:,} documents, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
+    if folder := tokenizer_folder(place, *place.parents[:2]):
+        tokenizer = load_tokenizer(folder)
+        made_with = meta.get("prepare", {}).get("tokenizer")
+        if meta["max_token"] >= tokenizer.vocab_size or (made_with and made_with != tokenizer.fingerprint()):
+            raise DataError(f"{place}: the tokenizer beside it is not the one that made the data")
+        yield f"tokenizer: {tokenizer.vocab_size:,} tokens, the one that made the data"
+
+
+def _describe_mds(folder: Path, verify: bool) -> Iterator[str]:
+    index = json.loads((folder / "index.json").read_bytes())
+    columns = {name for shard in index["shards"] for name in shard["column_names"]}
+    if "tokens" not in columns:
+        samples = sum(int(s["samples"]) for s in index["shards"])
+        yield f"{folder}: MDS with the columns {', '.join(sorted(columns))}, {samples:,} samples: not tokenized"
+        return
+    shards = read_index(folder / "index.json")
+    samples, size = sum(s.samples for s in shards), sum((s.packed or s.raw).bytes for s in shards)
+    kinds = {s.encoding for s in shards} | {s.compression for s in shards if s.compression}
+    count = f"{len(shards):,} shard{'s' * (len(shards) != 1)}"
+    yield f"{folder}: MDS, {count} ({', '.join(sorted(kinds))}), {samples:,} samples, {size:,} bytes"
+    if verify:
+        hashed = 0
+        for shard in follow(f"verifying {folder}", shards, lambda shard: shard.raw.bytes):
+            file = shard.packed if shard.packed and (folder / shard.packed.basename).exists() else shard.raw
+            verify_file(folder / file.basename, file)
+            hashed += bool(file.hashes)
+        yield f"sizes of all shards agree with the index, hashes of {hashed} of {len(shards)} too"
+
+
+def decoded_samples(path: str, split: str | None, local: Path | None, seq_len: int, count: int) -> Iterator[str]:
+    """The first samples as text."""
+    dataset, tokenizer = _open(path, split, local, seq_len)
+    if tokenizer is None:
+        raise DataError(f"{path}: no tokenizer came along, so there is no text to show")
+    tokens, labels = dataset.gather(np.arange(min(count, dataset.samples)))
+    for row, label in zip(tokens, labels, strict=True):
+        yield tokenizer.decode(row[: int((label != IGNORE).sum()) + 1][: len(row)])
+
+
+def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, batches: int) -> Iterator[str]:
+    """Read shuffled batches as training does, and say how fast they came."""
+    dataset, _ = _open(path, split, local, seq_len)
+    batch_samples = min(8, dataset.samples)
+    started = time.monotonic()
+    loader = Loader(dataset, batch_samples, seed=17, shuffle=True).batches()
+    try:
+        first = next(loader)
+        first_seconds = time.monotonic() - started
+        ids = first.samples.tolist()
+        yield f"first batch: tokens {list(first.tokens.shape)} in {first_seconds:.3f} s, samples {ids}"
+        yield f"  {first.tokens[0][:16].tolist()} ..."
+        started = time.monotonic()
+        for _ in range(batches):
+            next(loader)
+    finally:
+        loader.close()
+    seconds = time.monotonic() - started
+    yield f"loader: {batches * batch_samples / seconds:,.0f} samples/s of {seq_len} tokens"
+
+
+def _open(path: str, split: str | None, local: Path | None, seq_len: int) -> tuple[Dataset, Tokenizer | None]:
+    remote = {"remote": path, "path": str(_cache(local))} if "://" in path else {"path": path}
+    dataset = open_dataset(SourceConfig(**remote, split=split), seq_len)
+    tokenizer = load_tokenizer(dataset.tokenizer_folder) if dataset.tokenizer_folder else None
+    return dataset, tokenizer
+
+
+def _cache(local: Path | None) -> Path:
+    if local is None:
+        raise DataError("a remote data set needs a folder for what is fetched: give --local FOLDER")
+    return local

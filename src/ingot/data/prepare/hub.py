@@ -1,0 +1,61 @@
+"""Data sets of the Hugging Face hub, streamed: nothing is downloaded before it is used.
+
+The hub answers many readers with "too many requests". The stream then begins again, after a pause that doubles, just
+behind the last document that arrived.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ingot.data.prepare.documents import BLOCK_BYTES, Batch, Block, text_of
+from ingot.data.prepare.input_files import HUB, ReadOptions
+from ingot.errors import DataError, MissingExtra
+
+_RETRIES = 8
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 120.0
+
+
+def read_hub(url: str, options: ReadOptions) -> Iterator[Block]:
+    """The documents of a data set named by `hub_source`, in blocks."""
+    dataset, _, rest = url.removeprefix(HUB).partition("?")
+    subset, _, split = rest.partition("#")
+    yield from read_records(lambda done: _open(dataset, subset or None, split, done), url, options)
+
+
+def read_records(
+    open_at: Callable[[int], Iterator[dict[str, Any]]],
+    name: str,
+    options: ReadOptions,
+    pause: Callable[[float], None] = time.sleep,
+) -> Iterator[Block]:
+    """Blocks of the records of a stream that can be opened behind its first n records, and may break at any of them."""
+    batch = Batch(name)
+    done = failures = 0
+    while True:
+        try:
+            for record in open_at(done):
+                batch.add(done, *text_of(record, options.key))
+                done += 1
+                failures = 0
+                if batch.size >= BLOCK_BYTES:
+                    yield batch.take()
+            break
+        except (OSError, RuntimeError) as error:
+            failures += 1
+            if failures > _RETRIES:
+                raise DataError(f"{name}: the hub failed {failures} times after record {done:,}: {error}") from None
+            pause(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)))
+    yield batch.take()
+
+
+def _open(dataset: str, subset: str | None, split: str, done: int) -> Iterator[dict[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise MissingExtra("reading a data set of the Hugging Face hub", "hf") from None
+    try:
+        stream = load_dataset(dataset, subset, split=split, streaming=True)
+    except (ValueError, FileNotFoundError) as error:  # no such data set, subset or split
+        raise DataError(f"{dataset}: cannot be opened on the hub: {str(error).splitlines()[0][:200]}") from None
+    return iter(stream.skip(done) if done else stream)

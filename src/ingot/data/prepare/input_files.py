@@ -1,0 +1,283 @@
+"""Which files the input is, and their bytes: plain or compressed, on a disk or in an object store."""
+
+import bz2
+import fnmatch
+import glob
+import io
+import json
+import lzma
+import os
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ingot.errors import DataError
+from ingot.storage.object_store import NotThere, Remote
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
+FORMATS = {f".{name}": name for name in ("jsonl", "json", "parquet", "csv")}
+FORMATS |= {".ndjson": "jsonl", ".txt": "text", ".tsv": "csv"}
+READ_BYTES = 1 << 20
+HUB = "hf://"
+_BOMB_FREE = 1 << 26  # output below this is never called a bomb
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How documents are taken out of files."""
+
+    key: str = "text"  # field, column
+    max_document_bytes: int = 1 << 26
+    max_expansion: int = 200  # times its size that a compressed file may grow to
+    skip_bad: bool = False  # whether records that are no documents are left out; else they are an error
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file: where, how large, and what its name says about it."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    format: str
+    compression: str | None
+
+
+def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None = None) -> list[SourceFile]:
+    """Files, folders, globs and URLs to a list of files, in the order given, sorted within each. `say` receives a line
+    about the files of folders and zip archives that are not read."""
+    found: list[SourceFile] = []
+    skipped: list[str] = []
+    for given in inputs:
+        text = os.path.expanduser(str(given))
+        if text.startswith(HUB):
+            found.append(SourceFile(text, 0, 0, "hub", None))
+            continue
+        if is_url(text):
+            found += _find_remote(text, skipped)
+            continue
+        if os.path.isdir(text):
+            there = sorted(str(p) for p in Path(text).rglob("*") if p.is_file())
+            names = [name for name in there if format_of(name) is not None]
+            others = [name for name in there if format_of(name) is None]
+            if not names:
+                holds = (
+                    f"; it holds {_by_suffix(others)}, which a glob such as '{given}/*' reads as text" if others else ""
+                )
+                raise DataError(f"{given}: no json, jsonl, txt, parquet or csv file in this folder{holds}")
+            skipped += others
+        elif os.path.isfile(text):
+            names = [text]
+        else:
+            names = sorted(n for n in glob.glob(text, recursive=True) if os.path.isfile(n))
+            if not names:
+                raise DataError(f"{given}: no such file")
+        for name in names:
+            stat = os.stat(name)
+            found.append(_source(os.path.abspath(name), stat.st_size, stat.st_mtime_ns))
+    if not found:
+        raise DataError("no input files were given")
+    for file in (f for f in found if f.format == "zip" and not is_url(f.path)):
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(file.path) as archive:  # reported when it is read
+            skipped += [m.filename for m in archive.infolist() if not m.is_dir() and not is_readable_member(m.filename)]
+    if skipped and say:
+        say(
+            f"skipped {len(skipped):,} file{'s' * (len(skipped) != 1)}: {_by_suffix(skipped)} (not "
+            f"{', '.join(FORMATS)}, plain or compressed); a file that --path names, also by a glob such as 'DIR/*.md', "
+            "is read as text"
+        )
+    return found
+
+
+def _by_suffix(names: Sequence[str], shown: int = 8) -> str:
+    """How many files of each suffix, the most frequent first: 12 .md, 11 .py."""
+    counts = Counter(_suffix(name) for name in names).most_common()
+    text = [f"{count:,} {suffix}" for suffix, count in counts[:shown]]
+    if rest := counts[shown:]:
+        text.append(f"{sum(count for _, count in rest):,} with {len(rest)} other suffixes")
+    return ", ".join(text)
+
+
+def _suffix(name: str) -> str:
+    stem, suffix = os.path.splitext(os.path.basename(name).lower())
+    if suffix in COMPRESSIONS:
+        suffix = os.path.splitext(stem)[1] + suffix
+    return (suffix if suffix.isprintable() else ascii(suffix)) or "without a suffix"
+
+
+def is_readable_member(name: str) -> bool:
+    """Whether a file in a zip archive is read: by its suffix, and not if it is itself compressed."""
+    kind = format_of(name)
+    return kind is not None and kind[1] is None
+
+
+def hub_source(dataset: str, subset: str | None, split: str) -> str:
+    """A Hugging Face hub data set as an input; `val` and the truncated splits are named as LLM Foundry names them."""
+    folder = "validation" if split.startswith("val") else "train" if split.startswith("train") else split
+    return f"{HUB}{dataset}?{subset or ''}#{folder}"
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is in an object store or on a web server."""
+    return "://" in path
+
+
+def _find_remote(url: str, skipped: list[str]) -> list[SourceFile]:
+    """One object, or those right below a folder that match a pattern or have a known suffix; adds the others there to
+    `skipped`."""
+    folder, _, name = url.rpartition("/")
+    store = Remote(folder)
+    if not any(c in name for c in "*?["):
+        if name and (size := store.size(name)) is not None:
+            return [_source(url, size, 0)]
+        folder, name = url.rstrip("/"), ""
+        store = Remote(folder)
+    there = store.names()
+    names = [n for n in there if (fnmatch.fnmatch(n, name) if name else format_of(n) is not None)]
+    sizes = [(n, store.size(n)) for n in names]
+    found = [_source(f"{folder}/{n}", size, 0) for n, size in sizes if size is not None]
+    if not found:
+        holds = f"; it holds {_by_suffix(there)}" if there and not name else ""
+        raise DataError(
+            f"{url}: no such object, and no json, jsonl, txt, parquet or csv file in a folder of this name{holds}"
+        )
+    skipped += [] if name else [n for n in there if n not in names]
+    return found
+
+
+class _RemoteFile(io.RawIOBase):
+    """An object as a file: every read is a request for a range, tried again when it fails."""
+
+    def __init__(self, url: str):
+        folder, _, self.object = url.rpartition("/")
+        self.remote = Remote(folder)
+        size = self.remote.size(self.object)
+        if size is None:
+            raise DataError(f"{url}: no longer there")
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self.size - self.at)
+        if count <= 0:
+            return 0
+        try:
+            data = self.remote.retry(self.object, lambda: b"".join(self.remote.stream(self.object, self.at, count)))
+        except NotThere:
+            raise DataError(f"{self.remote.url}/{self.object}: gone while it was read") from None
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+
+def open_raw(path: str) -> IO[bytes]:
+    """A file's bytes as they are stored."""
+    if is_url(path):
+        return io.BufferedReader(_RemoteFile(path), 8 << 20)
+    return open(path, "rb")
+
+
+def format_of(name: str) -> tuple[str, str | None] | None:
+    stem, suffix = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(suffix)
+    kind = FORMATS.get(os.path.splitext(stem)[1] if compression else suffix)
+    if kind is None and compression == "zip":
+        kind = "zip"
+    return (kind, compression) if kind else None
+
+
+def _source(path: str, size: int, mtime_ns: int) -> SourceFile:
+    # A file that was named and has no known ending is text: source code, markdown, a LICENSE.
+    kind, compression = format_of(path) or ("text", COMPRESSIONS.get(os.path.splitext(path.lower())[1]))
+    return SourceFile(path, size, mtime_ns, "zip" if compression == "zip" else kind, compression)
+
+
+def is_lines(file: SourceFile) -> bool:
+    """Whether a file holds one JSON object per line; `.json` may also be an array or one object over many lines."""
+    if file.format != "json":
+        return file.format == "jsonl"
+    try:
+        with open_file(file, ReadOptions()) as stream:
+            return starts_with_line_of_json(stream.read(READ_BYTES))
+    except OSError as error:
+        raise DataError(f"{file.path}: cannot be read: {error.strerror or error}") from None
+
+
+def starts_with_line_of_json(head: bytes) -> bool:
+    line = head.lstrip(b"\xef\xbb\xbf \t\r\n").split(b"\n", 1)[0]
+    if not line.startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return len(line) >= READ_BYTES // 2 or line.rstrip().endswith(b"}")  # one long line, or a broken one
+    return True
+
+
+class Guarded(io.RawIOBase):
+    """A decompressed stream that names its file in errors, and stops at a decompression bomb."""
+
+    def __init__(self, stream: Any, source: Any, name: str, limit: int):
+        self.stream, self.source, self.name, self.limit = stream, source, name, limit
+        self.done = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self.stream.read(len(buffer))
+        except (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError) as error:
+            raise DataError(f"{self.name}: damaged or cut short after {self.done:,} bytes of text: {error}") from None
+        self.done += len(data)
+        if self.done > self.limit:
+            raise DataError(
+                f"{self.name}: expands to more than {self.limit:,} bytes, which looks like a decompression bomb; "
+                "if it is genuine, raise max_expansion"
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+            self.source.close()
+        super().close()
+
+
+def open_file(file: SourceFile, options: ReadOptions) -> IO[bytes]:
+    """A file's bytes, decompressed."""
+    try:
+        source: Any = open_raw(file.path)
+        if file.compression is None:
+            return source
+        if file.compression in ("zstd", "gzip"):
+            # Unlike python-zstandard's reader it notices a file that was cut short; it is faster than the gzip module.
+            import pyarrow as pa
+
+            stream = pa.CompressedInputStream(pa.PythonFile(source, "r"), file.compression)
+        else:
+            opener: Any = {"xz": lzma.open, "bz2": bz2.open}[file.compression]
+            stream = opener(source, "rb")
+    except (OSError, EOFError) as error:
+        raise DataError(f"{file.path}: cannot be opened: {error}") from None
+    return io.BufferedReader(Guarded(stream, source, file.path, expansion_limit(file, options)), READ_BYTES)
+
+
+def expansion_limit(file: SourceFile, options: ReadOptions) -> int:
+    """Bytes beyond which the contents of a compressed file are taken for a decompression bomb."""
+    return max(_BOMB_FREE, file.size * options.max_expansion)

@@ -1,0 +1,300 @@
+"""What a worker process does: load once, fork, and serve the two tasks of preparation.
+
+`tokenize`: a piece of the input to a part: its tokens (or texts) back to back in one file, the length of each document
+in another. `shard`: a range of the parts to a shard of the data set. Every worker does both, so nothing funnels
+through one process.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+
+from ingot.data.formats import mds_writer as mds
+from ingot.data.formats.indexed_writer import copy_into
+from ingot.data.prepare.documents import Block
+from ingot.data.prepare.input_files import ReadOptions, SourceFile
+from ingot.data.prepare.packing import Plan, part_paths
+from ingot.data.prepare.pieces import Piece, read_piece
+from ingot.data.prepare.pool import Progress, receive, send
+from ingot.data.prepare.tokenize_engine import Engine, Rules, pick_engine
+from ingot.errors import DataError, IngotError, disk_error
+
+LONGEST = 5  # documents named in the summary
+_CHUNK_BYTES = 4 << 20  # of a shard at once
+BUCKETS = 32  # of the histogram of document lengths: bucket b counts lengths of b bits
+
+
+class Worker:
+    """Does the tasks of one job: parts and shards are built in `folder`."""
+
+    def __init__(self, plan: Plan, folder: Path, engine: Engine | None):
+        self.plan, self.folder, self.engine = plan, folder, engine
+        self.dtype = np.dtype(plan.dtype)
+
+    # ---- tokenize ----
+
+    def tokenize(self, number: int, piece: Piece, handed: bytes, progress: Progress) -> dict[str, Any]:
+        """Turn a piece into a part, and say what was in it."""
+        stats: dict[str, Any] = {"documents": 0, "units": 0, "bytes": 0, "empty": 0, "skipped": 0, "max_token": 0}
+        stats |= {"bad": [], "longest": [], "histogram": [0] * BUCKETS}
+        data_path, lengths_path = part_paths(self.folder, number)
+        data_tmp, lengths_tmp = (p.with_name(f"{p.name}.{os.getpid()}.tmp") for p in (data_path, lengths_path))
+        digest = xxhash.xxh3_64()
+        open_length = 0  # tokens so far of a document that goes on in the next block
+        is_open = False
+        begun = (digest.copy(), 0, 0, 0)  # what there was before that document: hash, position, units, bytes
+        find_cut = self.engine.find_cut if self.engine else lambda text, low, high: None
+        try:
+            with data_tmp.open("wb") as data_file, lengths_tmp.open("wb") as lengths_file:
+                for block in read_piece(piece, handed, self.plan.options, find_cut):
+                    self._note_bad(block, stats)
+                    if not block.texts:
+                        if is_open:  # its end is bad: what has been written of it goes too
+                            digest, position, stats["units"], stats["bytes"] = begun
+                            data_file.seek(position)
+                            data_file.truncate()
+                        is_open, open_length = False, 0
+                        continue
+                    if not is_open:
+                        begun = (digest.copy(), data_file.tell(), stats["units"], stats["bytes"])
+                    size = sum(map(len, block.texts))
+                    values, lengths = self._encode(block.texts, starts=not is_open, ends=block.ends)
+                    lengths[0] += open_length
+                    is_open = not block.ends
+                    open_length = int(lengths[-1]) if is_open else 0
+                    closed = lengths[:-1] if is_open else lengths
+                    digest.update(values)
+                    data_file.write(values)
+                    lengths_file.write(closed.astype("<i4").tobytes())
+                    self._note(block, closed, values, size, piece, stats)
+                    progress({"documents": len(closed), "units": len(values), "bytes": size})
+            data_tmp.replace(data_path)
+            lengths_tmp.replace(lengths_path)
+        except OSError as error:
+            raise disk_error("write", data_path, error) from None
+        finally:
+            data_tmp.unlink(missing_ok=True)
+            lengths_tmp.unlink(missing_ok=True)
+        return {**stats, "hash": digest.hexdigest()}
+
+    def _encode(self, texts: list[bytes], starts: bool, ends: bool) -> tuple[Any, np.ndarray]:
+        """Documents to what is stored, back to back, and the length of each in tokens (or bytes, for text)."""
+        if self.engine is None:
+            return b"".join(texts), np.array([len(text) for text in texts], dtype=np.int64)
+        ids, lengths = self.engine.encode(texts)
+        before = self.plan.before + self.engine.rules.prefix
+        after = self.engine.rules.suffix + self.plan.after
+        if len(texts) == 1 and not (starts and ends):  # a part of a huge document
+            before, after = before if starts else [], after if ends else []
+        return frame(ids, lengths, before, after, self.dtype)
+
+    def _note_bad(self, block: Block, stats: dict[str, Any]) -> None:
+        for record, problem in block.bad:
+            where = f"{block.path}:{record + 1}" if block.record_count > 1 or record else block.path
+            if not self.plan.options.skip_bad:
+                raise DataError(f"{where}: {problem}; correct it, or leave such records out with on_error=skip")
+            if len(stats["bad"]) < LONGEST:
+                stats["bad"].append(f"{where}: {problem}")
+        stats["skipped"] += len(block.bad)
+
+    def _note(
+        self, block: Block, lengths: np.ndarray, values: Any, size: int, piece: Piece, stats: dict[str, Any]
+    ) -> None:
+        stats["documents"] += len(lengths)
+        stats["empty"] += int(np.count_nonzero(lengths == 0))
+        stats["bytes"] += size
+        stats["units"] += len(values)
+        if isinstance(values, np.ndarray) and len(values):
+            stats["max_token"] = max(stats["max_token"], int(values.max()))
+        bits = np.frexp(lengths.astype(np.float64))[1]  # number of bits of each length; 0 for 0
+        for bucket, count in enumerate(np.bincount(bits, minlength=BUCKETS)[:BUCKETS].tolist()):
+            stats["histogram"][bucket] += count
+        top = np.argsort(-lengths, kind="stable")[:LONGEST]
+        found = [[int(lengths[i]), _location(block, int(i), piece)] for i in top]
+        stats["longest"] = sorted(stats["longest"] + found, key=lambda pair: -pair[0])[:LONGEST]
+
+    # ---- shard ----
+
+    def shard(self, number: int, parts: Sequence[Sequence[int]], irregular: bytes) -> dict[str, Any]:
+        """Write one shard from ranges [start, end) of parts; `irregular` holds sample starts, or lengths of texts."""
+        folder = self.folder / "shards"
+        if self.plan.format == "indexed":
+            ((part, offset, _),) = parts
+            copy_into(folder / "tokens.bin", offset * self.dtype.itemsize, part_paths(self.folder, part)[0])
+            return {}
+        config = self.plan.shard_config
+        starts, ends, sizes = self._samples(parts, irregular)
+        begin = mds.shard_begin(sizes, config)
+
+        def chunks() -> Iterator[bytes]:
+            yield begin
+            first = 0
+            while first < len(starts):
+                last = max(first + 1, int(np.searchsorted(ends, starts[first] + _CHUNK_BYTES // self.dtype.itemsize)))
+                yield self._body(parts, starts[first:last], ends[first:last])
+                first = last
+
+        total = len(begin) + int(sizes.sum())
+        return mds.write_shard(folder, number, chunks(), total, len(starts), config)
+
+    def _samples(self, parts: Sequence[Sequence[int]], irregular: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each sample starts and ends in the parts, and its bytes in the shard; int64 [samples] each."""
+        length = self.plan.concat_tokens
+        if self.engine is None:
+            lengths = np.frombuffer(irregular, dtype=np.int64)
+            ends = np.cumsum(lengths)
+            return ends - lengths, ends, lengths + 4
+        if irregular:
+            starts = np.frombuffer(irregular, dtype=np.int64)
+            ends = starts + length
+        else:
+            total = sum(end - start for _, start, end in parts)
+            starts = np.arange(0, total, length, dtype=np.int64)
+            ends = np.minimum(starts + length, total)
+        width = self.dtype.itemsize
+        known = {n: len(mds.row_head(n, width)) + n * width for n in np.unique(ends - starts).tolist()}
+        return starts, ends, np.array([known[n] for n in (ends - starts).tolist()], dtype=np.int64)
+
+    def _body(self, parts: Sequence[Sequence[int]], starts: np.ndarray, ends: np.ndarray) -> bytes:
+        """Some samples as they stand in the shard."""
+        stream = self._read_parts(parts, int(starts[0]), int(ends[-1]))
+        lengths = ends - starts
+        if self.engine is not None and (lengths == lengths[0]).all() and (starts[1:] == ends[:-1]).all():
+            return mds.rows_body(stream.reshape(len(starts), -1))
+        samples = [stream[a:b] for a, b in zip(starts - starts[0], ends - starts[0], strict=True)]
+        if self.engine is None:
+            return mds.values_body([s.tobytes() for s in samples])
+        return mds.values_body([mds.token_value(s) for s in samples])
+
+    def _read_parts(self, parts: Sequence[Sequence[int]], start: int, end: int) -> np.ndarray:
+        """Units [start, end) of the ranges of parts, counted over all of them together."""
+        stream = np.empty(end - start, self.dtype)
+        at = 0
+        for number, first, last in parts:
+            low, high = max(start, at), min(end, at + last - first)
+            if low < high:
+                path = part_paths(self.folder, number)[0]
+                wanted = stream[low - start : high - start].data.cast("B")
+                try:
+                    with path.open("rb") as file:
+                        file.seek((first + low - at) * self.dtype.itemsize)
+                        count = file.readinto(wanted)
+                except OSError as error:
+                    raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+                if count < len(wanted):
+                    raise DataError(f"{path}: shorter than when it was written; remove {self.folder} and start again")
+            at += last - first
+        return stream
+
+    def run(self, head: dict[str, Any], blob: bytes, progress: Progress) -> dict[str, Any]:
+        """Do one task as it comes over the pipe."""
+        if head["task"] == "shard":
+            return self.shard(head["number"], head["parts"], blob)
+        files = tuple(SourceFile(**file) for file in head["piece"]["files"])
+        return self.tokenize(head["number"], Piece(**{**head["piece"], "files": files}), blob, progress)
+
+
+def frame(
+    ids: np.ndarray, lengths: np.ndarray, before: list[int], after: list[int], dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Put constant tokens around each document that has any; ids [tokens], lengths [documents]."""
+    extra = len(before) + len(after)
+    if not extra:
+        return ids.astype(dtype), lengths
+    filled = lengths > 0
+    new_lengths = lengths + extra * filled
+    ends = np.cumsum(new_lengths)[filled]  # of each document with text
+    starts = ends - new_lengths[filled]
+    framed = np.empty(int(new_lengths.sum()), dtype=dtype)
+    is_text = np.ones(len(framed), dtype=bool)
+    for i, token in enumerate(before):
+        framed[starts + i] = token
+        is_text[starts + i] = False
+    for i, token in enumerate(reversed(after), 1):
+        framed[ends - i] = token
+        is_text[ends - i] = False
+    framed[is_text] = ids
+    return framed, new_lengths
+
+
+def _location(block: Block, index: int, piece: Piece) -> str:
+    if piece.how == "range":
+        return f"{block.path} (bytes {piece.start:,} to {piece.end:,})" if piece.start else f"{block.path}:{index + 1}"
+    record = int(block.records[index]) if block.records is not None else block.first_record + index
+    return f"{block.path}:{record + 1}" if block.record_count > 1 else block.path
+
+
+def main() -> None:
+    """Load, choose the engine, fork once for each socket named on the command line, and wait for all to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
+    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:] if number.isdigit()]
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up among the replies
+    engine = _load(replies) if "tokenizes" in sys.argv else None
+    gc.freeze()  # what is shared stays shared
+    for mine in sockets:
+        if os.fork() == 0:
+            for other in sockets:
+                if other is not mine:
+                    other.close()
+            _serve(mine, engine)
+    for each in sockets:
+        each.close()
+    for _ in sockets:
+        os.wait()
+    os._exit(0)
+
+
+def _load(replies: IO[bytes]) -> Engine:
+    """The engine for the tokenizer that comes over standard input; ends the process if there is none."""
+    with contextlib.suppress(ImportError):
+        import awkward  # type: ignore[import-untyped]  # noqa: F401  needed by gigatoken; now the caller is still busy
+    request = receive(sys.stdin.buffer)
+    if request is None:
+        sys.exit()
+    try:
+        engine = pick_engine(Rules(**request[0]["rules"]), request[0]["wanted"])
+    except IngotError as error:
+        send(replies, {"error": str(error), "kind": type(error).__name__})
+        sys.exit()
+    send(replies, {"name": engine.name, "reason": engine.reason})
+    return engine
+
+
+def _serve(connection: socket.socket, engine: Engine | None) -> None:
+    """Do tasks until the socket ends; never returns."""
+    stream = connection.makefile("rwb")
+    worker: Worker | None = None
+    try:
+        while (request := receive(stream)) is not None:
+            head, blob = request
+            del request
+            if "plan" in head:
+                plan = Plan(**{**head["plan"], "options": ReadOptions(**head["plan"]["options"])})
+                worker = Worker(plan, Path(head["folder"]), engine)
+                send(stream, {"pid": os.getpid()})
+                continue
+            assert worker is not None
+            done = worker.run(head, blob, lambda counts: send(stream, {"progress": counts}))
+            blob = b""
+            send(stream, {"done": done})
+    except IngotError as error:
+        send(stream, {"error": str(error), "kind": type(error).__name__})
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the caller is gone
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    os._exit(0)  # without the clean-up of an interpreter, which takes a tenth of a second
+
+
+if __name__ == "__main__":
+    main()

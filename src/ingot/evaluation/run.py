@@ -1,0 +1,36 @@
+"""Evaluating a finished model: `ingot eval`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ingot.checkpoint.hf.folder import read_hf
+from ingot.checkpoint.hf.transfer import tokenizer_folder
+from ingot.checkpoint.load import load_model
+from ingot.checkpoint.store import find_checkpoint
+from ingot.config.load import load_config
+from ingot.config.run import EVAL_BATCH, RunConfig
+from ingot.data.loading.open_dataset import open_dataset
+from ingot.data.tokenizer import load_tokenizer
+from ingot.errors import ConfigError
+from ingot.evaluation.validation import Evaluation, evaluate
+from ingot.training.device import choose_device
+
+
+def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]:
+    """The loss of a run, checkpoint or Hugging Face folder on its validation data, or on other data by overrides;
+    with a line that says what was evaluated on."""
+    if (path / "config.json").is_file():
+        model_values = json.loads(read_hf(path)[0].model_dump_json())
+        base = {"model": model_values, "max_seq_len": model_values["max_seq_len"]}
+    else:
+        base = find_checkpoint(path).state["config"]
+    config = load_config(RunConfig, overrides, base)
+    if config.sources.eval is None:
+        raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
+    device, _ = choose_device(config)
+    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
+    folder = tokenizer_folder(path)
+    tokenizer = load_tokenizer(folder) if folder else None
+    batch = config.device_eval_batch_size or EVAL_BATCH
+    return evaluate(config, load_model(path, device), data, device, batch, tokenizer), data.describe()

@@ -1,0 +1,112 @@
+"""From a command line to a launch spec: options over the defaults of a file over the profile's, and a config that is
+checked here, on the login node, before anything is queued.
+"""
+
+import json
+import math
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ingot.config.load import check_recipe, load_config
+from ingot.config.run import RunConfig
+from ingot.errors import ConfigError
+from ingot.launch.profiles import find_profile, launch_defaults
+from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
+from ingot.launch.supervisor.restart_policy import read_history
+from ingot.parallel.memory_estimate import choose_layout
+from ingot.training.runtime.run_files import METRICS
+
+DOWN = "down"  # in the launch folder, written by the job script
+STRIKES = 2  # failures of a node's own after which it is not used any more
+INFRASTRUCTURE = ("machine", "transport", "hang")  # a node's fault
+SIGNAL_SECONDS = 180  # where no save has been measured yet
+
+
+def place_training(
+    arguments: list[str], options: dict[str, Any], dialect: str | None = None
+) -> tuple[LaunchSpec, list[str]]:
+    """The spec of a training run, and sentences on what was decided."""
+    check_recipe(arguments)
+    config = load_config(RunConfig, arguments, dialect=dialect)
+    run = Path(config.run_folder).absolute()
+    values, notes = with_defaults(options)
+    values |= {"verb": "train", "run_folder": str(run), "workdir": os.getcwd(),
+               "arguments": [*(["--dialect", dialect] if dialect else []), "--", *arguments]}  # fmt: skip
+    values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", config.name)[:63])
+    if "signal_seconds" not in values:
+        values["signal_seconds"], why = signal_seconds(run)
+        notes.append(f"asks to save {values['signal_seconds']} s before the time limit: {why}")
+    if struck := strikes(run):
+        values["exclude"] = sorted({*values.get("exclude", []), *struck})
+        notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
+    spec = make_spec(values)
+    world = spec.processes * spec.nodes
+    batch = config.global_train_batch_size
+    layout, why = choose_layout(config.parallel, world, config.model, batch, config.work, node=spec.processes)
+    notes.append(f"{spec.nodes} nodes x {spec.processes} processes, {layout}: {why}")
+    return spec, notes
+
+
+def place_preparation(
+    arguments: list[str], folder: Path, label: str, options: dict[str, Any]
+) -> tuple[LaunchSpec, list[str]]:
+    """The spec of a preparation whose output goes to `folder`, and sentences on what was decided."""
+    values, notes = with_defaults(options | {"gpus_per_node": 0})
+    run = folder.absolute() / f".prepare-{label}"
+    values |= {"verb": "prepare", "run_folder": str(run), "workdir": os.getcwd(), "arguments": arguments, "chain": 1,
+               "spares": 0}  # fmt: skip
+    values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", f"prepare-{label}")[:63])
+    if struck := strikes(run):
+        values["exclude"] = sorted({*values.get("exclude", []), *struck})
+        notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
+    spec = make_spec(values)
+    notes.append(f"{spec.nodes} jobs share the work, and a last one puts it together")
+    return spec, notes
+
+
+def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options over the defaults of a file over the profile's, and a sentence on the file."""
+    defaults, source = launch_defaults()
+    notes = [f"defaults from {source}: {', '.join(sorted(defaults))}"] if source else []
+    values = defaults | {key: value for key, value in options.items() if value not in (None, [], {})}
+    values.setdefault("profile", "tcp")
+    profile = find_profile(values["profile"])
+    values.setdefault("gpus_per_node", profile.gpus_per_node)
+    return values, notes
+
+
+def signal_seconds(run: Path) -> tuple[int, str]:
+    """How long before the limit to ask: twice a save and a step, as measured in this run, and a minute for Slurm."""
+    save = step = 0.0
+    if (run / METRICS).is_file():
+        for line in (run / METRICS).read_text(encoding="utf-8").splitlines()[-1000:]:
+            row = json.loads(line)
+            save = max(save, row.get("checkpoint/write_seconds", 0.0) + row.get("checkpoint/stall_seconds", 0.0))
+            step = max(step, 1 / row["throughput/batches_per_sec"] if row.get("throughput/batches_per_sec") else 0.0)
+    if not save:
+        return SIGNAL_SECONDS, "no save of this run has been measured yet"
+    return 60 + math.ceil(2 * (save + step)), f"a save took {save:.1f} s, a step {step:.1f} s"
+
+
+def strikes(run: Path, least: int = STRIKES) -> dict[str, int]:
+    """Nodes that failed by themselves at least so often, over all jobs of a run."""
+    counts: dict[str, int] = {}
+    with suppress(OSError):  # nodes that the cluster lost, who could not say so themselves: a line per job and node
+        for down in set((run / LAUNCH / DOWN).read_text(encoding="utf-8").splitlines()):
+            host = down.partition(" ")[2]
+            counts[host] = counts.get(host, 0) + 1
+    for line in read_history(run):
+        if line["kind"] in INFRASTRUCTURE and isinstance(line.get("host"), str) and line["host"]:
+            counts[line["host"]] = counts.get(line["host"], 0) + 1
+    return {host: count for host, count in counts.items() if count >= least}
+
+
+def parse_env(pairs: list[str]) -> dict[str, str]:
+    """NAME=VALUE options as a dictionary."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"--env {pair!r} has no value; write --env NAME=VALUE, or --secret NAME to pass one on")
+    return dict(pair.split("=", 1) for pair in pairs)

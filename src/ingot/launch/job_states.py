@@ -1,0 +1,91 @@
+"""What the back end of a launched run says about its jobs, and how they are ended there: Slurm, Kubernetes, or this
+machine. Whoever asks gets Slurm's words for states, and None where there was no answer: silence proves nothing."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from ingot.errors import IngotError
+from ingot.launch.jobs import Job, read_jobs
+from ingot.launch.kubernetes import kubectl as kubernetes
+from ingot.launch.slurm import script as slurm
+from ingot.launch.spec import LAUNCH, SPEC, read_spec
+
+# Every other state may still run: one that this list does not know must not lead to a second job in the same folder.
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL",
+         "PREEMPTED", "REVOKED")  # fmt: skip
+
+
+def is_living(state: str) -> bool:
+    """Whether a job in this state runs or may run again."""
+    return state not in ENDED
+
+
+def launched_verb(run: Path) -> str:
+    """What was launched from a folder: train, prepare, or nothing."""
+    path = run / LAUNCH / SPEC
+    return read_spec(path).verb if path.is_file() else ""
+
+
+def last_jobs(run: Path) -> list[Job]:
+    """The jobs of the last launch; a preparation has two."""
+    jobs = read_jobs(run)
+    return jobs[-2 if launched_verb(run) == "prepare" else -1 :]
+
+
+def job_states(run: Path) -> dict[str, str] | None:
+    """Ids and states of the jobs of the last launch."""
+    states: dict[str, str] = {}
+    for job in last_jobs(run):
+        found = _states(job)
+        if found is None:
+            return None
+        states |= found
+    return states
+
+
+def end_jobs(run: Path) -> str:
+    """End the jobs of the last launch at once; says what was done."""
+    done = []
+    for job in last_jobs(run):
+        states = _states(job)
+        if states is None:
+            done.append(f"{job.back_end} does not answer, so job {job.id} was not ended")
+        elif any(is_living(state) for state in states.values()):
+            _end(job)
+            done.append(f"ended job {job.id}")
+    return "; ".join(done) or "no job of it is left"
+
+
+def _states(job: Job) -> dict[str, str] | None:
+    if job.back_end == "slurm":
+        return slurm.job_states(job.id)
+    if job.back_end == "local":
+        return {job.id: "RUNNING"} if _is_launcher(job.id) else {}
+    try:
+        _, namespace, kind = job.back_end.split("/")
+        state = kubernetes.object_state(namespace, kind, job.id)
+    except IngotError:
+        return None
+    return {job.id: state} if state else {}
+
+
+def _end(job: Job) -> None:
+    if job.back_end == "slurm":
+        slurm.cancel(job.id)
+    elif job.back_end == "local":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(job.id), signal.SIGKILL)  # its processes go with it
+    else:
+        _, namespace, kind = job.back_end.split("/")
+        kubernetes.delete(namespace, kind, job.id)
+
+
+def _is_launcher(pid: str) -> bool:
+    """Whether a process of this machine is still the launcher that was started under this number."""
+    try:
+        words = Path(f"/proc/{int(pid)}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError):
+        return False
+    return b"launch" in words and b"local" in words

@@ -1,0 +1,1 @@
+"""Kubernetes: JobSet, TrainJob and PyTorchJob objects, kubectl, the agent in a pod."""

@@ -1,0 +1,1 @@
+"""Checks of nodes and network before training starts."""

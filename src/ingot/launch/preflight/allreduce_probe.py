@@ -1,0 +1,141 @@
+"""The speed of this node's devices and of the network between the nodes, measured in processes of their own: what
+crashes or hangs there can be killed, and the launcher itself stays free of torch.
+
+A process (`python -m ingot.launch.preflight.allreduce_probe`) imports torch, multiplies matrices and says so; then it
+waits for a line that names its group, does the all-reduce with it, and says how fast that was.
+"""
+
+import json
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ingot.launch.preflight.transport import chosen_transport, log_to
+from ingot.launch.supervisor.attempt import end_with_parent
+
+CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20  # what is reduced
+REPEATS = 4
+
+
+class Probe:
+    """This node's processes: one per GPU, or one."""
+
+    def __init__(self, gpus: int, log: Path, env: Mapping[str, str]):
+        self.listener = socket.create_server(("", 0))
+        self.log, self.processes = log, []
+        for local_rank in range(gpus or 1):
+            options = [str(local_rank), str(gpus), str(self.listener.fileno())]
+            self.processes.append(subprocess.Popen(
+                [sys.executable, "-m", "ingot.launch.preflight.allreduce_probe", *options], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(self.listener.fileno(),), text=True,
+                env={**env, **(log_to(log) if local_rank == 0 else {}), "OMP_NUM_THREADS": "1"},
+                preexec_fn=end_with_parent, start_new_session=True,
+            ))  # fmt: skip
+
+    @property
+    def port(self) -> int:
+        return int(self.listener.getsockname()[1])
+
+    def listen(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
+        """The next line of each process, or why one does not come."""
+        end = time.monotonic() + seconds
+        found: list[dict[str, Any]] = []
+        with selectors.DefaultSelector() as selector:
+            for process in self.processes:
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ)
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    return found, f"no answer within {seconds:g} s"
+                selector.unregister(process.stdout)
+                line = process.stdout.readline()
+                if not line:
+                    return found, f"the process ended with exit code {process.wait()}"
+                found.append(json.loads(line))
+                if "error" in found[-1]:
+                    return found, found[-1]["error"]
+        return found, ""
+
+    def go(self, address: str, port: int, first_rank: int, world: int, seconds: float) -> None:
+        """Start the all-reduce."""
+        for local_rank, process in enumerate(self.processes):
+            order = {"address": address, "port": port, "rank": first_rank + local_rank, "world": world}
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(order | {"seconds": seconds}) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                pass  # it has ended; `listen` says why
+
+    def end(self) -> None:
+        self.listener.close()
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def transport(self) -> str:
+        return chosen_transport(self.log.read_text(errors="replace")) if self.log.is_file() else ""
+
+
+def main(local_rank: int, gpus: int, descriptor: int) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+    print(json.dumps({"tflops": _multiply(device)}), flush=True)
+    order = json.loads(sys.stdin.readline())
+    timeout = timedelta(seconds=order["seconds"])
+    leads = order["rank"] == 0
+    store = dist.TCPStore(order["address"], order["port"], is_master=leads, timeout=timeout, wait_for_workers=False,
+                          master_listen_fd=descriptor if leads else None)  # fmt: skip
+    dist.init_process_group("nccl" if gpus else "gloo", store=store, rank=order["rank"], world_size=order["world"],
+                            timeout=timeout, device_id=device if gpus else None)  # fmt: skip
+    values = torch.ones((GPU_BYTES if gpus else CPU_BYTES) // 4, device=device)
+    dist.all_reduce(values)
+    if not bool((values == order["world"]).all()):
+        raise RuntimeError("the sum is wrong")
+    _finish(device)
+    begin = time.perf_counter()
+    for _ in range(REPEATS):
+        dist.all_reduce(values)
+    _finish(device)
+    seconds = (time.perf_counter() - begin) / REPEATS
+    moved = 2 * (order["world"] - 1) / order["world"] * values.nbytes  # bytes through each link: "bus bandwidth"
+    print(json.dumps({"gb_s": moved / seconds / 1e9}), flush=True)
+    sys.stdin.read()  # until killed: who leaves early may break the others' connection, and taking it down may hang
+
+
+def _multiply(device: Any) -> float:
+    """Speed of a matrix product, in TFLOP/s: the best of several."""
+    import torch
+
+    side = 8192 if device.type == "cuda" else 512
+    a = torch.ones(side, side, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    best, end = float("inf"), time.perf_counter() + (0.5 if device.type == "cuda" else 0.1)  # clocks take time to rise
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        a @ a
+        _finish(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * side**3 / best / 1e12
+
+
+def _finish(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    try:
+        main(*(int(text) for text in sys.argv[1:]))
+    except Exception as error:
+        print(json.dumps({"error": " ".join(str(error).split())[:300] or type(error).__name__}), flush=True)
+        sys.stdin.read()

@@ -1,0 +1,224 @@
+"""What a node finds out about itself before a run, without importing torch: one sentence for each check that fails.
+
+Nothing is decided here. Whether a finding is the node's fault or everybody's shows only beside the others' reports.
+"""
+
+import hashlib
+import ipaddress
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from ingot.config.data import PlaceConfig
+from ingot.config.load import load_config
+from ingot.config.run import RunConfig
+from ingot.data.formats.indexed_reader import IndexFile
+from ingot.data.formats.mds_reader import read_index
+from ingot.data.loading.open_dataset import locate
+from ingot.errors import DataError, IngotError
+from ingot.launch.profiles import Profile
+from ingot.launch.spec import LaunchSpec
+from ingot.training.fingerprint import code_hash
+
+FREE_BYTES = 1_000_000_000  # of the run folder, /tmp and shared memory; the trainer knows what a checkpoint takes
+LEFTOVER_MB = 512  # of GPU memory: somebody else's process
+LEFTOVER_SECONDS = 5.0  # a process that was just killed may still give its memory back
+OPEN_FILES, LOCKED_BYTES = 8192, 1_000_000_000  # what RDMA with many peers takes
+GPU_QUERY = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending,memory.used"
+INFINIBAND = Path("/sys/class/infiniband")  # EFA devices are here too
+SHARED_VARIABLES = ("NCCL_", "FI_", "TORCH_")  # what a collective needs to be the same everywhere
+
+
+@dataclass
+class Report:
+    """A node about itself."""
+
+    host: str
+    rank: int
+    checks: dict[str, str] = field(default_factory=dict)
+    """A sentence for each check that failed."""
+    common: dict[str, str] = field(default_factory=dict)
+    """What must be the same on all nodes."""
+
+
+def examine(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Mapping[str, str]) -> Report:
+    """All checks of this node."""
+    report = Report(host, rank, common=_versions(spec, profile, env))
+    findings = {"disk": _disk(spec)}
+    if spec.verb == "train":
+        findings |= {"nics": _nics(profile), "limits": _limits(profile)}
+    if spec.gpus_per_node:
+        findings |= {"gpus": _gpus(spec.gpus_per_node), "nvlink": _nvlink(), "shm": _shared_memory()}
+    if spec.nodes > 1:
+        address, findings["name"] = resolve(env["MASTER_ADDR"])
+        if address and not findings["name"]:
+            report.common[f"the address of {env['MASTER_ADDR']}"] = address
+        if rank == 0:
+            findings["port"] = _port(int(env["MASTER_PORT"]))
+    if spec.verb == "train" and spec.arguments:
+        try:
+            check_data(spec)
+        except DataError as error:
+            findings["data"] = str(error)
+        except IngotError as error:
+            findings["config"] = str(error)
+    report.checks = {name: sentence for name, sentence in findings.items() if sentence}
+    return report
+
+
+def _versions(spec: LaunchSpec, profile: Profile, env: Mapping[str, str]) -> dict[str, str]:
+    def digest(text: str) -> str:
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    return {
+        "ingot's code": code_hash(), "python": platform.python_version(), "torch": metadata.version("torch"),
+        "the launch spec": digest(spec.model_dump_json()), "the profile": digest(profile.model_dump_json()),
+        **{name: value for name, value in env.items() if name.startswith(SHARED_VARIABLES)},
+    }  # fmt: skip
+
+
+def _gpus(expected: int) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return f"{expected} GPUs are needed and nvidia-smi is not there"
+    command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
+    end = time.monotonic() + LEFTOVER_SECONDS
+    while True:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=15)
+        except subprocess.TimeoutExpired:
+            return "nvidia-smi gives no answer: the driver hangs; reboot the node"
+        if done.returncode:
+            return f"nvidia-smi fails: {' '.join((done.stdout or done.stderr).split())}"
+        found = gpu_problem(done.stdout, expected)
+        if "in use" not in found or time.monotonic() > end:
+            return found
+        time.sleep(0.5)
+
+
+def gpu_problem(answer: str, expected: int) -> str:
+    """What is wrong by nvidia-smi's answer; what a GPU does not support it calls [N/A]."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+    if len(rows) < expected:
+        return f"{len(rows)} of {expected} GPUs are there"
+    for index, uncorrected, pending, used in rows:
+        if uncorrected.isdigit() and int(uncorrected):
+            return f"GPU {index} has {uncorrected} uncorrected memory errors; reset or replace it"
+        if pending == "Yes":
+            return f"GPU {index} waits for a reset to put bad memory rows aside"
+        if len(rows) == expected and used.isdigit() and int(used) > LEFTOVER_MB:
+            return f"{used} MB of GPU {index} are in use by a process that is not ours"
+    return ""
+
+
+def _nvlink() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        done = subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=15)
+    except subprocess.TimeoutExpired:
+        return "nvidia-smi gives no answer about NVLink; reboot the node"
+    return nvlink_problem(done.stdout)
+
+
+def nvlink_problem(answer: str) -> str:
+    """Links that are down, by nvidia-smi's answer; GPUs without NVLink have none in it."""
+    down = [f"GPU {gpu} link {link}" for gpu, links in re.findall(r"^GPU (\d+):.*\n((?:\s+.*\n?)*)", answer, re.M)
+            for link in re.findall(r"Link (\d+): <inactive>", links)]  # fmt: skip
+    return f"NVLink is down: {', '.join(down[:4])}; reset or replace the GPU" if down else ""
+
+
+def _nics(profile: Profile) -> str:
+    if not profile.nics:
+        return ""
+    states = [port.read_text() for port in INFINIBAND.glob("*/ports/1/state")]
+    active = sum("ACTIVE" in state for state in states)
+    return "" if active >= profile.nics else f"{active} of {profile.nics} network devices are active in {INFINIBAND}"
+
+
+def _limits(profile: Profile) -> str:
+    if profile.transport not in ("efa", "ib"):
+        return ""
+    files, locked = (resource.getrlimit(r)[0] for r in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
+        return f"a process may have {files} files open and RDMA needs {OPEN_FILES}; raise ulimit -n"
+    if locked != resource.RLIM_INFINITY and locked < LOCKED_BYTES:
+        return f"a process may lock {locked:,} bytes and RDMA needs {LOCKED_BYTES:,}; set ulimit -l unlimited"
+    return ""
+
+
+def _shared_memory() -> str:
+    try:
+        size = shutil.disk_usage("/dev/shm").total  # noqa: S108
+    except OSError:
+        return "there is no /dev/shm, through which NCCL's processes talk"
+    needed = f"NCCL needs {FREE_BYTES:,}; give the container more shared memory"
+    return "" if size > FREE_BYTES else f"/dev/shm has {size:,} bytes and {needed}"  # noqa: S108
+
+
+def _disk(spec: LaunchSpec) -> str:
+    for folder in (spec.run_folder, tempfile.gettempdir()):
+        free = shutil.disk_usage(folder).free
+        if free < FREE_BYTES:
+            return f"{folder} has {free / 1e9:.2f} GB free and {FREE_BYTES / 1e9:g} GB are needed; free some space"
+    return ""
+
+
+def resolve(name: str) -> tuple[str, str]:
+    """The addresses of the first node's name here, and what is wrong with them."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        return "", f"the name of the first node, {name}, is not known here: {error.strerror}"
+    found = {address for address in found if ":" not in address} or found
+    address = ",".join(sorted(found))
+    if any(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
+        return address, f"{name}, the first node, is {address} here, which means this node itself; mend /etc/hosts"
+    return address, ""
+
+
+def _port(port: int) -> str:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: old connections do not matter
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError:
+            return f"port {port}, where the processes are to meet, is taken by another program"
+    return ""
+
+
+def config_of(spec: LaunchSpec) -> RunConfig:
+    """The config of a training run."""
+    begin = spec.arguments.index("--") + 1 if "--" in spec.arguments else 0
+    dialect = spec.arguments[1] if spec.arguments[:1] == ["--dialect"] else None
+    return load_config(RunConfig, spec.arguments[begin:], dialect=dialect)
+
+
+def check_data(spec: LaunchSpec) -> None:
+    """Read the config and the index of each data set that lies here; what is fetched from elsewhere is not touched."""
+    config = config_of(spec)
+    for source in (config.sources.train, config.sources.eval):
+        places: list[PlaceConfig] = [*source.mix.values()] or [source] if source else []
+        for place in places:
+            if place.remote is None:
+                kind, path = locate(Path(place.path), place.split)
+                if kind == "mds":
+                    read_index(path / "index.json")
+                else:
+                    IndexFile(path.with_name(path.name + ".idx"))
+
+
+def own_address(first: str) -> str:
+    """This node's address on the way to the first one. (No packet is sent.)"""
+    with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((first, 9))
+        return str(probe.getsockname()[0])

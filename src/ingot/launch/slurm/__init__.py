@@ -1,0 +1,1 @@
+"""Slurm: job scripts, arrays, commands."""

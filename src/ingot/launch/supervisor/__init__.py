@@ -1,0 +1,1 @@
+"""Supervision of ranks: node agent, attempts, restart policy, hang diagnosis."""

@@ -1,0 +1,125 @@
+"""Linear layers whose matrix products run in 8-bit floats: twice the rate of bf16 on Hopper, half the bytes.
+
+One scale per tensor, from its own largest value at each use (dynamic scaling): activations and weights in e4m3, which
+has more digits, gradients in e5m2, which has more range. Products accumulate in fp32 and come out in bf16; the weight's
+gradient comes out in fp32. What the backward pass keeps of the input is the 8-bit copy. Libraries do this with tensor
+subclasses; a function and its gradient are enough.
+
+`torch._scaled_mm` wants its left side by rows and its right side by columns, hence the transposes, which a kernel of
+ours makes on the way. Where the hardware lacks it the same numbers are made by quantising and multiplying in fp32,
+which is how the CPU tests check it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library, nn
+
+from ingot.model.kernels.bf16_weights import TRITON, NarrowLinear, autocast_dtype
+
+if TRITON:
+    from ingot.model.kernels.fp8_quantize import quantize_both
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of every dimension, for the tensor cores
+LEAST = 1e-12  # taken for the largest value where all are smaller, so that zeros stay zeros
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Why a device cannot multiply 8-bit floats, if it cannot."""
+    if device.type != "cuda":
+        return "a CPU has no 8-bit matrix products"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has no 8-bit matrix products (Ada, Hopper and later have)"
+    return None
+
+
+def quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What bf16 would multiply, x [n, k], in 8 bits, the same transposed, [k, n], if that is wanted, and the scale that
+    brings them back."""
+    return _quantize(x.bfloat16(), dtype, columns)
+
+
+@library.custom_op("ingot::quantize", mutates_args=())
+def _quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if TRITON and x.is_cuda:
+        return quantize_both(x.contiguous(), dtype, columns, LEAST)
+    largest = x.abs().amax().float().clamp(min=LEAST)
+    limit = torch.full_like(largest, torch.finfo(dtype).max)  # a tensor, lest it be divided by way of a reciprocal
+    x8 = (x.float() * (limit / largest)).to(dtype)
+    return x8, x8.t().contiguous() if columns else x8.new_empty(0, x.shape[0]), largest / limit
+
+
+@_quantize.register_fake
+def _(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = x.shape
+    transposed = x.new_empty(width if columns else 0, rows, dtype=dtype)
+    return x.new_empty(rows, width, dtype=dtype), transposed, x.new_empty((), dtype=torch.float32)
+
+
+def multiply(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """a [n, k] times b [k, m], both in 8 bits, plus bias [m]; b lies by columns."""
+    if a.is_cuda:
+        bias = bias.to(out) if bias is not None else None
+        return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out, use_fast_accum=True)
+    y = (a.float() @ b.float()) * (a_scale * b_scale)
+    return (y if bias is None else y + bias.to(out)).to(out)
+
+
+class _Multiply(torch.autograd.Function):
+    """x [n, k] times a weight [m, k] transposed, given in 8 bits by rows and by columns, plus bias [m]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, scale: Tensor
+    ) -> Tensor:
+        x8, x_columns, x_scale = quantize(x, FORWARD, True)
+        ctx.save_for_backward(x_columns, x_scale, columns, scale)
+        ctx.dtypes = x.dtype, weight.dtype
+        return multiply(x8, x_scale, rows.t(), scale, torch.bfloat16, bias)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x_columns, x_scale, columns, scale = ctx.saved_tensors
+        d8, d_columns, d_scale = quantize(d_y, BACKWARD, True)
+        d_x = multiply(d8, d_scale, columns.t(), scale, torch.bfloat16)
+        d_w = multiply(d_columns, d_scale, x_columns.t(), x_scale, torch.float32)
+        d_bias = d_y.sum(0).to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
+        return d_x.to(ctx.dtypes[0]), d_w.to(ctx.dtypes[1]), d_bias, None, None, None
+
+
+class Fp8Linear(NarrowLinear):
+    """A linear layer that multiplies in 8 bits under autocast; its weight stays fp32."""
+
+    columns: Tensor  # the narrow weight transposed, [k, m]
+    scale: Tensor
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        self.narrow, self.columns, self.scale = quantize(self.weight, FORWARD, True)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])  # [n, k]
+        if autocast_dtype(x.device) is None or flat.shape[0] % MULTIPLE:
+            return F.linear(x, self.weight, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                y = _Multiply.apply(flat, self.weight, bias, self.narrow, self.columns, self.scale)
+            else:
+                x8, _, x_scale = quantize(flat, FORWARD, False)
+                y = multiply(x8, x_scale, self.narrow.t(), self.scale, torch.bfloat16, bias)
+            return y.view(*x.shape[:-1], -1)
+
+
+def use_fp8(model: nn.Module) -> int:
+    """Turn the linear layers of a model to 8 bits, in place; gives how many there are."""
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    layers = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
+    for layer in layers:
+        layer.__class__ = Fp8Linear
+        assert isinstance(layer, Fp8Linear)
+        layer.renew()
+    return len(layers)

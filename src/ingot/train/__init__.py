@@ -1,1 +1,0 @@
-"""The loop and what surrounds a step."""

@@ -1,0 +1,130 @@
+"""Where and how arithmetic is done: device, precision, determinism, and the peak that utilisation is measured by."""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+from ingot.config.run import RunConfig
+from ingot.errors import ConfigError
+from ingot.parallel.layout import Layout
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what autocast multiplies
+# Dense bf16 peaks in FLOP/s from the vendor's data sheets, by a part of the device name; the first match counts.
+PEAKS = {
+    "H200": 989.5e12, "H100 PCIe": 756.5e12, "H100": 989.5e12, "H800": 989.5e12, "B200": 2250e12, "B100": 1750e12,
+    "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12,
+}  # fmt: skip
+
+
+def choose_device(config: RunConfig, local_rank: int = 0) -> tuple[torch.device, str]:
+    """The device to run on, and why: of several GPUs, each process of a machine takes the one of its number."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch finds no GPU here; `ingot doctor` says what is missing")
+    if config.device == "auto":
+        found = torch.cuda.is_available()
+        kind, why = ("cuda", "a GPU was found") if found else ("cpu", "no GPU was found")
+    else:
+        kind, why = config.device, "as configured"
+    if kind == "cpu":
+        return torch.device(kind), why
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"process {local_rank} of this machine finds only {torch.cuda.device_count()} GPUs; start at most that many"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device(kind, local_rank), why
+
+
+def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> tuple[bool, str]:
+    """Whether to compile, and why."""
+    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
+        if config.compile is True:
+            raise ConfigError("compile=true does not work with pipeline_schedule=zero_bubble (torch cannot split it)")
+        return False, "off: torch cannot split a compiled backward pass as zero_bubble does"
+    if config.compile != "auto":
+        return config.compile, "on" if config.compile else "off"
+    if device.type == "cuda":
+        return True, "on"
+    return False, "off: compiling takes longer than it saves on a CPU"
+
+
+def set_memory_budget(part: float, compiled: bool) -> None:
+    """Let the compiler keep as much of the activations as fits into a part of what keeping all would take."""
+    if not compiled:
+        raise ConfigError(f"activation_checkpointing={part} is a budget for the compiler, and compile is off here")
+    import torch._functorch.config as functorch  # which torch alone does not bring
+
+    functorch.activation_memory_budget = part
+
+
+def check_spread(config: RunConfig, layout: Layout) -> None:
+    """What a model spread over processes cannot do (yet) is refused before they meet."""
+    if config.precision == "fp8":
+        raise ConfigError("precision=fp8 works on one process only, since its weights are not sharded yet; use bf16")
+    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
+        raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Matrix products in the run's precision; weights stay fp32."""
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision])
+
+
+def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) -> bool:
+    """Ask torch for deterministic kernels if the run wants them."""
+    wanted = config.deterministic is True or (config.deterministic == "auto" and device.type == "cpu")
+    if compiled:
+        torch.use_deterministic_algorithms(wanted, warn_only=True)
+    else:  # the same, without a word to the compiler, whose import takes a second
+        torch.set_deterministic_debug_mode("warn" if wanted else "default")
+    return wanted
+
+
+@cache
+def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
+    """The device's peak rate and where the figure is from: a data sheet, or a matrix product timed here."""
+    if device.type == "cuda" and precision != "fp32":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in PEAKS.items():
+            if part in name:
+                return peak, f"data sheet of {part}"
+    size = 8192 if device.type == "cuda" else 1024 if precision != "fp16" else 256  # which CPUs are slow at
+    dtype = DTYPES.get(precision, torch.float32)
+    own = torch.Generator(device).manual_seed(0)  # not the run's, whose dropout would depend on whether this is timed
+    a = torch.randn(size, size, device=device, dtype=dtype, generator=own)
+    a @ a
+    best = float("inf")
+    for _ in range(10):
+        _wait(device)
+        start = time.perf_counter()
+        a @ a
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best, f"matrix product of {size} timed here"
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of a device that a process may fill; unknown on a CPU, where processes share what there is."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Memory in GB, under the names that dashboards have."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "memory/current_allocated_mem": stats["allocated_bytes.all.current"] / 1e9,
+            "memory/peak_allocated_mem": stats["allocated_bytes.all.peak"] / 1e9,
+            "memory/peak_reserved_mem": stats["reserved_bytes.all.peak"] / 1e9,
+            "memory/alloc_retries": stats["num_alloc_retries"],
+        }
+    import resource
+
+    return {"memory/peak_resident_mem": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

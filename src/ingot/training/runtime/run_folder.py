@@ -1,0 +1,116 @@
+"""The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from ingot.checkpoint.manifest import MANIFEST, Manifest, write_atomically
+from ingot.config.load import to_yaml
+from ingot.config.run import RunConfig
+from ingot.errors import CheckpointError, disk_error
+from ingot.training.runtime.lease import Lease
+from ingot.training.runtime.run_files import CONFIG, LOGS, OURS
+
+# A run that continued with another value here would not be the run that the checkpoint is of.
+FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
+         "optimizer.name")  # fmt: skip
+EXECUTION = ("name", "max_wall_time", "hang_timeout", "save_folder", "load_path", "device",
+             "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic", "parallel",
+             "log_interval", "loggers", "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer",
+             "save_interval", "save_num_checkpoints_to_keep", "save_keep_every", "save_weights_only",
+             "state_dict_type", "remote_save", "eval_interval", "device_eval_batch_size", "max_duration")  # fmt: skip
+
+
+def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
+    """Make the folder and own it, emptied of an earlier run if asked; fail now if it cannot be written."""
+    run = Path(config.run_folder)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lease = Lease(run)
+        if fresh:
+            for name in OURS:
+                path = run / name
+                if name == LOGS:  # the processes of this start already write their own logs there
+                    for log in path.glob("*"):
+                        if not log.name.startswith("rank-"):
+                            log.unlink()
+                elif path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        (run / LOGS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise disk_error("write the run folder", run, error) from None
+    return lease
+
+
+def write_config(run: Path, config: RunConfig) -> None:
+    """Keep the resolved config, once it is sure that the run goes on with it."""
+    try:
+        write_atomically(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
+    except OSError as error:
+        raise disk_error("write", run / CONFIG, error) from None
+
+
+def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
+    """Fail before step 1 rather than at the first save."""
+    free = shutil.disk_usage(run).free
+    if free < checkpoint_bytes:
+        raise disk_error(
+            "save checkpoints in", run,
+            OSError(f"one checkpoint takes {checkpoint_bytes / 1e9:.2f} GB and only {free / 1e9:.2f} GB are free"),
+        )  # fmt: skip
+
+
+class ResumeState(msgspec.Struct):
+    """What a resumed run takes from the manifest's `state`."""
+
+    data: dict[str, Any]
+    scaler: dict[str, Any]
+    tokenizer: Any = None
+    left_out: list[Annotated[int, msgspec.Meta(ge=1)]] = []
+    guard: list[float] = []
+    train_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    reporter: dict[str, Annotated[int, msgspec.Meta(ge=0)]] | None = None
+
+
+def read_state(manifest: Manifest) -> ResumeState:
+    """The state to resume from, checked by type and bounds: a manifest may come from anywhere."""
+    try:
+        return msgspec.convert(manifest.state, ResumeState)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{manifest.folder / MANIFEST} is damaged: its state is not that of a run ({error}); restore it, or move "
+            f"{manifest.folder} away to continue from the checkpoint before it"
+        ) from None
+
+
+def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
+    """What differs between a checkpoint's config and this one; raises if it may not be continued."""
+    old, new = _flatten(manifest.state.get("config", {})), _flatten(json.loads(config.model_dump_json()))
+    changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    shown = {k: f"{k} was {old.get(k)} and is now {new.get(k)}" for k in changed}
+    for key in changed:
+        if key.startswith("model.") and not key.endswith("_pdrop"):
+            raise CheckpointError(
+                f"the checkpoint {manifest.folder} is of another model ({shown[key]}); choose another save_folder, or "
+                "start over with --fresh"
+            )
+        if key in FIXED:
+            raise CheckpointError(
+                f"the checkpoint {manifest.folder} cannot be continued: {shown[key]}, which would change the order of "
+                "the data or the meaning of its state; choose another save_folder, or start over with --fresh"
+            )
+    return [text for key, text in shown.items() if not key.startswith(EXECUTION)]
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
