@@ -27,15 +27,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
-from ingot.checkpoint.async_writer import Saver
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.async_writer import AsyncWriter
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.parallel.dtensor import local, local_offsets
-from ingot.parallel.rank_env import find_place
+from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
 from ingot.training.optimizer import Optimizer
 
@@ -49,7 +49,7 @@ class Bench:
 
     def __init__(self, folder: Path, processes: int):
         self.folder = folder
-        place = find_place()
+        place = find_rank_env()
         self.device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
         cuda = self.device.type == "cuda"
         size = "pythia-1b" if cuda else "gpt3-125m"
@@ -65,7 +65,8 @@ class Bench:
             self.model.use_kernel("sdpa", 256, self.device)
             names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         else:
-            from ingot.parallel.layout import Layout, ParallelConfig
+            from ingot.config.parallel import ParallelConfig
+            from ingot.parallel.layout import Layout
             from ingot.parallel.parallelize import spread_model
 
             self.spread = spread_model(
@@ -111,8 +112,8 @@ class Bench:
 
     # --- ways to save
 
-    def ours(self) -> Saver:
-        saver = Saver(self.folder / "ours", self.world)
+    def ours(self) -> AsyncWriter:
+        saver = AsyncWriter(self.folder / "ours", self.world)
         self.optimizer.before_step = saver.before_update
         saver.prepare(self.tensors())
         saver.wait()
@@ -174,7 +175,7 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
         print(json.dumps({name: spread(values) for name, values in rows.items()}), file=sys.stderr, flush=True)
 
     # loading, on top of what is there: from the disk, then from the page cache
-    flat, ranks = bench.flat(), Ranks(bench.world, "bench")
+    flat, ranks = bench.flat(), Coordinator(bench.world, "bench")
 
     def load_ours() -> None:
         manifest, problems = newest_good(folder / "ours", ranks)
@@ -238,7 +239,7 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _alive(saver: Saver, bench: Bench) -> bool:
+def _alive(saver: AsyncWriter, bench: Bench) -> bool:
     """Whether any process is still writing, the same on all."""
     alive = saver._thread is not None and saver._thread.is_alive()
     if bench.world is None:

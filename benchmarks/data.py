@@ -45,7 +45,7 @@ import numpy as np
 from ingot.config.data import SourceConfig
 from ingot.data.formats.mds_reader import read_index
 from ingot.data.formats.mds_writer import rows_body, shard_begin, shard_config, write_index, write_shard
-from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.loading.order import Order
 from ingot.data.loading.shard_cache import THREADS, Cache, Wanted
@@ -536,7 +536,9 @@ def loading(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 for p in next(at)
             ],
         }
-        loaders = [Loader(opened(folder / path), batch, seed=1, shuffle=True).batches() for path in ("mds", "pair")]
+        loaders = [
+            BatchLoader(opened(folder / path), batch, seed=1, shuffle=True).batches() for path in ("mds", "pair")
+        ]
         steps["ingot, MDS"], steps["ingot, indexed"] = (lambda b=batches: next(b) for batches in loaders)
         for name, step in steps.items():
             rows.append({"what": f"{name}, batch {batch}", "samples_per_s": rate(step, batch, options.seconds)})
@@ -566,7 +568,7 @@ def opened(path: Path) -> Any:
 def start(path: Path, batch: int) -> float:
     """Seconds from nothing to a first batch."""
     begin = time.perf_counter()
-    batches = Loader(opened(path), 8, seed=1, shuffle=True).batches(batch)
+    batches = BatchLoader(opened(path), 8, seed=1, shuffle=True).batches(batch)
     next(batches)
     seconds = time.perf_counter() - begin
     batches.close()
@@ -724,7 +726,7 @@ def measure_streaming(folder: Path, rounds: int) -> dict[str, float]:
 
     def read() -> None:
         dataset = open_dataset(SourceConfig(path=str(folder / "out"), remote="s3://test/data"), SEQ_LEN)
-        batches = Loader(dataset, 64, seed=1, shuffle=True).batches()
+        batches = BatchLoader(dataset, 64, seed=1, shuffle=True).batches()
         for _ in range(dataset.samples // 64 + 1):
             next(batches)
         batches.close()

@@ -46,10 +46,10 @@ from gpu_peers import PEERS, PeerStep, build_peer
 from gpu_profile import event_times, profile_step, run_header, write_docs
 from gpu_train import run_train
 
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
-from ingot.data.loading.batch_loader import Batch, Loader
+from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token
@@ -260,7 +260,7 @@ def run_config(data: Path, model: str, positions: str, *more: str) -> RunConfig:
 def read_batches(config: RunConfig, rows: int) -> Batch:
     """The first sequences of the run's own order."""
     data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
-    return next(islice(Loader(data, rows, seed=config.seed, shuffle=True).batches(), 1))
+    return next(islice(BatchLoader(data, rows, seed=config.seed, shuffle=True).batches(), 1))
 
 
 def cut(batch: Batch, start: int, rows: int) -> Batch:
@@ -285,7 +285,7 @@ def build(system: str, config: RunConfig, size: Size, device: torch.device) -> T
 def learn(config: RunConfig, step: TrainStep | PeerStep, batches: list[Batch], highest: bool = False) -> list[float]:
     """The losses of some steps, by the schedule of the recipe or at its highest rate. Since a step has but a part of
     the recipe's batch, the learning rate of the schedule is scaled by the square root of that part."""
-    clock = Clock(config.global_train_batch_size, config.max_seq_len, len(batches), config.max_duration)
+    clock = BatchClock(config.global_train_batch_size, config.max_seq_len, len(batches), config.max_duration)
     scale = math.sqrt(len(batches[0].tokens) / config.global_train_batch_size)
     set_lr = step.set_lr if isinstance(step, PeerStep) else step.optimizer.set_lr
     losses = []
@@ -321,7 +321,7 @@ def fp8_curve(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
         config = run_config(arguments.data, name, "learned").model_copy(update={"precision": precision})
         data = open_dataset(config.sources.train, config.max_seq_len, config.model.vocab_size)
         step = build("ingot", config, size, device)
-        batches = Loader(data, size.micro, seed=1, shuffle=True).batches()
+        batches = BatchLoader(data, size.micro, seed=1, shuffle=True).batches()
         found = torch.stack([step.run(batch)[0] for batch in islice(batches, arguments.curve)])
         losses[precision] = [round(float(part.mean()), 4) for part in found.chunk(10)]
         del step

@@ -23,9 +23,10 @@ from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model.attention import choose_kernel
 from ingot.model.init import build_model
+from ingot.parallel.executors.distributed import Spread
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import Spread, spread_model
-from ingot.parallel.rank_env import Place
+from ingot.parallel.parallelize import spread_model
+from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import join_world
 from ingot.training.device import device_memory
 from ingot.training.microbatch_search import choose_microbatch, choose_recompute
@@ -91,7 +92,7 @@ def run_step(config: RunConfig, model: nn.Module, optimizer: Optimizer, spread: 
 def main() -> None:
     print(f"# python benchmarks/microbatch.py {' '.join(sys.argv[1:])}")
     print(f"# torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)
-    join_world(Place(), DEVICE, 60)
+    join_world(RankEnv(), DEVICE, 60)
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
     for recipe in (argument for argument in sys.argv[1:] if "=" not in argument):
         for wrapped in (False, True):

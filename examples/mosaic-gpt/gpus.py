@@ -10,14 +10,14 @@ from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
 from ingot.config.run import RunConfig
 from ingot.parallel.layout import Layout
-from ingot.parallel.memory_estimate import USABLE, memory_needs
+from ingot.parallel.memory_estimate import USABLE, StepShape, estimate_memory
 
 DEVICES = {"40 GB (A100)": 40, "80 GB (A100, H100)": 80, "141 GB (H200)": 141}
 
 
 def fewest_gpus(config: RunConfig, memory: float) -> int:
     def too_few(gpus: int) -> bool:
-        needs = memory_needs(config.model, Layout(shard=gpus), config.parallel, config.work)
+        needs = estimate_memory(config.model, Layout(shard=gpus), config.parallel, StepShape.of(config))
         return needs.total > USABLE * memory
 
     return 2 ** len(list(takewhile(too_few, (2**n for n in range(12)))))
@@ -28,7 +28,7 @@ def main() -> None:
     print("|---|---:|---:|" + "---:|" * len(DEVICES))
     for name in (name for name in recipe_names() if name.startswith("mosaic_gpt-")):
         config = load_config(RunConfig, [name])
-        needs = memory_needs(config.model, Layout(), config.parallel, config.work)
+        needs = estimate_memory(config.model, Layout(), config.parallel, StepShape.of(config))
         state = (needs.weights + needs.gradients + needs.optimizer) / 1e9
         counts = [str(fewest_gpus(config, gigabytes * 1e9)) for gigabytes in DEVICES.values()]
         print(f"| {name} | {config.model.parameters:,} | {state:,.0f} GB | " + " | ".join(counts) + " |")

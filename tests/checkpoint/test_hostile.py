@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, verify
 from ingot.checkpoint.remote_copy import newest_good
-from ingot.checkpoint.safetensors_file import Shard
+from ingot.checkpoint.safetensors_file import SafetensorsFile
 from ingot.checkpoint.store import CheckpointTensors, save_checkpoint
 from ingot.errors import CheckpointError
 
@@ -128,7 +128,7 @@ def test_damage_is_refused_with_the_file_and_the_reason_and_the_one_before_is_ta
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
     assert not Path("harm-done").exists()
     if how != "other shape":  # that one's files are intact; it is found when it is read
-        manifest, problems = newest_good(folder.parent.parent, Ranks())
+        manifest, problems = newest_good(folder.parent.parent, Coordinator())
         assert manifest is not None and manifest.step == 1 and len(problems) == 1
 
 
@@ -150,7 +150,7 @@ def test_an_absurd_header_is_refused_before_it_costs_memory(tmp_path: Path, cont
     path.write_bytes(content)
     tracemalloc.start()
     with pytest.raises(CheckpointError, match=words):
-        Shard(path).get("w", "F32", (9,))
+        SafetensorsFile(path).get("w", "F32", (9,))
     assert tracemalloc.get_traced_memory()[1] < 4_000_000
     tracemalloc.stop()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ingot.checkpoint.async_writer import Saver
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.async_writer import AsyncWriter
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, remove, steps_in
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.save_plan import Tensors
@@ -28,8 +28,8 @@ def state(step: int) -> Tensors:
 def save_for_ever(run: Path) -> None:
     torch.set_num_threads(1)
     clear_drafts(run)
-    manifest, _ = newest_good(run, Ranks())
-    step, saver = (manifest.step if manifest is not None else 0), Saver(run)
+    manifest, _ = newest_good(run, Coordinator())
+    step, saver = (manifest.step if manifest is not None else 0), AsyncWriter(run)
 
     def after(step: int, final: bool) -> bool:
         for old in to_remove(steps_in(run / "checkpoints"), keep=2, every=0):
@@ -65,7 +65,7 @@ def test_killed_at_twenty_offsets_of_a_save_a_run_never_finds_a_torn_checkpoint(
 
         clear_drafts(tmp_path)
         assert all(name.isdigit() for name in os.listdir(tmp_path / "checkpoints"))
-        manifest, problems = newest_good(tmp_path, Ranks())
+        manifest, problems = newest_good(tmp_path, Coordinator())
         assert problems == [] and manifest is not None and manifest.step >= last
         last = manifest.step
         for section in (MODEL, OPTIMIZER):

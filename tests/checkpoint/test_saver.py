@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import ingot.checkpoint.async_writer as saver_module
 import ingot.training.checkpointer as saving_module
-from ingot.checkpoint.async_writer import Saver
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.async_writer import AsyncWriter
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.safetensors_file import write_blocks
@@ -24,7 +24,7 @@ from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate,
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
-from ingot.training.checkpointer import Saving
+from ingot.training.checkpointer import Checkpointer
 
 
 def state(value: float = 1.0) -> Tensors:
@@ -67,7 +67,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_saved_is_what_there_was_before_the_next_update(tmp_path: Path, gate: threading.Event) -> None:
-    saver, tensors = Saver(tmp_path), state()
+    saver, tensors = AsyncWriter(tmp_path), state()
     saver.save(3, tensors, {"some": "state"})
     saver.before_update()
     for content in tensors.values():
@@ -91,7 +91,7 @@ def test_the_files_are_plain_safetensors_under_parameter_names(tmp_path: Path) -
 
 
 def test_at_most_one_save_is_in_flight(tmp_path: Path, gate: threading.Event) -> None:
-    saver = Saver(tmp_path)
+    saver = AsyncWriter(tmp_path)
     saver.save(1, state(1), {})
     second = threading.Thread(target=saver.save, args=(2, state(2), {}))
     second.start()
@@ -105,7 +105,7 @@ def test_at_most_one_save_is_in_flight(tmp_path: Path, gate: threading.Event) ->
 
 
 def test_preparing_ahead_leaves_less_for_the_first_save(tmp_path: Path) -> None:
-    saver = Saver(tmp_path)
+    saver = AsyncWriter(tmp_path)
     saver.prepare(state())
     saver.wait()
     planned = saver._planned
@@ -120,7 +120,7 @@ def test_a_failed_write_is_tried_again_from_the_same_copy(tmp_path: Path, monkey
     run = saver_module.disk_error
     monkeypatch.setattr(saver_module, "disk_error", lambda *a: (failed.set(), run(*a))[1])
     (tmp_path / "checkpoints").write_text("in the way")  # nothing can be written below a file
-    saver = Saver(tmp_path)
+    saver = AsyncWriter(tmp_path)
     saver.save(1, state(), {})
     assert failed.wait(60)
     (tmp_path / "checkpoints").unlink()
@@ -131,7 +131,7 @@ def test_a_failed_write_is_tried_again_from_the_same_copy(tmp_path: Path, monkey
 def test_a_save_that_fails_for_good_keeps_the_one_before_and_the_next_one_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver = Saver(tmp_path)
+    saver = AsyncWriter(tmp_path)
     saver.save(1, state(1), {})
     saver.wait()
 
@@ -152,7 +152,7 @@ def test_a_save_that_fails_for_good_keeps_the_one_before_and_the_next_one_works(
 
 
 def test_a_checkpoint_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    saver = Saver(tmp_path / "run")
+    saver = AsyncWriter(tmp_path / "run")
     saver.save(1, state(), {})
     saver.wait()
     os.rename(tmp_path / "run", tmp_path / "elsewhere")
@@ -181,7 +181,7 @@ def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> No
         save_checkpoint(tmp_path, step, state(step), {})
     (tmp_path / "checkpoints" / "latest").write_text("garbage")  # whatever pointers others may leave
     (tmp_path / "checkpoints" / "3").mkdir()
-    manifest, problems = newest_good(tmp_path, Ranks())
+    manifest, problems = newest_good(tmp_path, Coordinator())
     assert manifest is not None and manifest.step == 2
     assert problems == [f"{tmp_path}/checkpoints/3 is not a checkpoint: it has no manifest.json"]  # and says so
 
@@ -208,7 +208,7 @@ def test_closing_waits_for_a_slow_save_unless_other_ranks_may_be_dead(
     monkeypatch.setattr(saving_module, "PATIENCE", 0.05)
     config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}"])
     doubles: Any = SimpleNamespace()  # closing needs neither a clock, nor an optimizer, nor a reporter
-    saving = Saving(config, doubles, {}, {}, doubles, doubles, None, None)
+    saving = Checkpointer(config, doubles, {}, {}, doubles, doubles, None, None)
     saving.ranks.count = ranks
     saving.saver.save(1, state(), {})
     closing = threading.Thread(target=saving.close, daemon=True)
@@ -261,7 +261,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkey
     monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size - 1)
     with pytest.raises(CheckpointError, match="state_dict_type=full"):
         save_checkpoint(run, 2, state(2), {})
-    saver = Saver(run)
+    saver = AsyncWriter(run)
     saver.save(3, state(3), {})
     saver.wait()
     assert saver.problem is not None and "state_dict_type=full" in saver.problem and saver.saved_step is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from decay import decayed
 
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.load import load_config, translate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -84,21 +84,21 @@ def composer_cosine(step: int, warmup: int, total: int, alpha_f: float) -> float
 @pytest.mark.parametrize(("name", "total"), [("mpt-125m", 4800), ("mpt-7b", 63900), ("mosaic_gpt-3b-v0.0.2", 51500)])
 def test_the_learning_rate_is_composers_at_every_step(name: str, total: int) -> None:
     config = load(name)
-    clock = Clock(config.global_train_batch_size, 2048, 10**9, config.max_duration)
+    clock = BatchClock(config.global_train_batch_size, 2048, 10**9, config.max_duration)
     for step in [*range(120), total // 3, total // 2, total - 1, total]:
         assert lr_multiplier(config.scheduler, clock, step) == pytest.approx(composer_cosine(step, 100, total, 0.1))
 
 
 def test_typed_learning_rates_of_mpt_125m() -> None:
     config = load("mpt-125m")
-    clock = Clock(256, 2048, 10**9, config.max_duration)
+    clock = BatchClock(256, 2048, 10**9, config.max_duration)
     rates = {step: 6e-4 * lr_multiplier(config.scheduler, clock, step) for step in (0, 1, 50, 100, 2450, 4800)}
     assert rates == pytest.approx({0: 0, 1: 6e-6, 50: 3e-4, 100: 6e-4, 2450: 3.3e-4, 4800: 6e-5})
 
 
 def test_inverse_square_root_cools_down_as_in_llm_foundry() -> None:
     config = load("mpt-350m-inv-sqrt")
-    clock = Clock(256, 2048, 10**9, config.max_duration)
+    clock = BatchClock(256, 2048, 10**9, config.max_duration)
 
     def expected(t: int) -> float:
         if t < 500:

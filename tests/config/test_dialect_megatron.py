@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from decay import decayed
 
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.load import load_config, translate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -123,7 +123,7 @@ def test_the_learning_rate_is_megatrons_at_every_step(
     name: str, style: str, warmup: float, end: float, lr: float, min_lr: float, total: int
 ) -> None:
     config = load(name)
-    clock = Clock(config.global_train_batch_size, config.max_seq_len, 10**12, config.max_duration)
+    clock = BatchClock(config.global_train_batch_size, config.max_seq_len, 10**12, config.max_duration)
     assert clock.total_batches == total
     anneal = {"wsd.yaml": 2000, "documents.sh": 600}.get(name, 1000)
     init = 1e-7 if name == "documents.sh" else 0.0
@@ -135,7 +135,7 @@ def test_the_learning_rate_is_megatrons_at_every_step(
 
 def test_typed_learning_rates_of_gpt3_175b() -> None:
     config = load("gpt3-175b.sh")
-    clock = Clock(1536, 2048, 10**12, config.max_duration)
+    clock = BatchClock(1536, 2048, 10**12, config.max_duration)
     rates = {step: 6e-5 * lr_multiplier(config.scheduler, clock, step) for step in (0, 43, 430, 215215, 430000, 500000)}
     assert rates == pytest.approx({0: 0, 43: 6e-6, 430: 6e-5, 215215: 3.3e-5, 430000: 6e-6, 500000: 6e-6})
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from decay import decayed
 
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.load import load_config, translate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -108,7 +108,7 @@ def test_the_learning_rate_is_neoxs_at_every_step(
     files: tuple[str, ...], style: str, warmup: float, end: int, lr: float, min_lr: float
 ) -> None:
     config = load(*(name if "=" in name else str(FILES / name) for name in files))
-    clock = Clock(config.global_train_batch_size, 2048, 10**9, config.max_duration)
+    clock = BatchClock(config.global_train_batch_size, 2048, 10**9, config.max_duration)
     total = clock.total_batches
     for it in [*range(0, total + 1, max(1, total // 25_000)), int(warmup) + 1, end - 1, end]:
         mine = config.optimizer.lr * lr_multiplier(config.scheduler, clock, it)
@@ -117,7 +117,7 @@ def test_the_learning_rate_is_neoxs_at_every_step(
 
 def test_typed_learning_rates_of_pythia_1_4b() -> None:
     config = pythia("1-4B")
-    clock = Clock(1024, 2048, 10**9, config.max_duration)
+    clock = BatchClock(1024, 2048, 10**9, config.max_duration)
     rates = {it: 2e-4 * lr_multiplier(config.scheduler, clock, it) for it in (1, 143, 1430, 72215, 143000)}
     assert rates == pytest.approx({1: 2e-4 / 1430, 143: 2e-5, 1430: 2e-4, 72215: 1.1e-4, 143000: 2e-5})
 

@@ -35,7 +35,7 @@ import ingot.data.loading.shard_cache as cache_module
 import ingot.storage.object_store as remote_module
 from ingot.config.data import SourceConfig
 from ingot.data.formats.mds_reader import ShardFile
-from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import Dataset, open_dataset
 from ingot.data.loading.shard_cache import Cache, Wanted
 from ingot.data.tokenizer import Tokenizer
@@ -197,7 +197,7 @@ def test_only_needed_shards_are_fetched_and_each_once(tmp_path: Path, server: Se
     assert not any(name.endswith(".mds") for name in server.requests)  # counts follow from the index alone
     dataset.gather(np.array([1, 2, 1]))
     assert [name for name in server.requests if name.endswith(".mds")] == ["data/shard.00000.mds"]
-    batches = Loader(dataset, 8, seed=1, shuffle=True).batches()
+    batches = BatchLoader(dataset, 8, seed=1, shuffle=True).batches()
     for _ in range(30):
         next(batches)
     batches.close()
@@ -391,7 +391,7 @@ def test_a_small_cache_reads_everything_and_stays_within_its_limit(tmp_path: Pat
     cache = tmp_path / "cache"
     dataset = stream(server, cache, cache_limit=4 * size)
     ids = []
-    for batch in (batches := Loader(dataset, 16, seed=1, shuffle=True).batches()):
+    for batch in (batches := BatchLoader(dataset, 16, seed=1, shuffle=True).batches()):
         ids += batch.samples.tolist()
         assert (batch.tokens == rows.ravel()[batch.samples[:, None] * 16 + np.arange(16)]).all()
         held = 0
@@ -428,7 +428,7 @@ def test_the_loader_has_shards_fetched_long_before_it_needs_them(tmp_path: Path,
     write_mds(server.folder / "data", [list(samples) for samples in rows])
     asked = threading.Event()
     server.faults = lambda name, earlier: asked.set() if name.endswith("00004.mds") else None
-    batches = Loader(stream(server, tmp_path / "cache"), 2, seed=1, shuffle=False, prefetch=1).batches()
+    batches = BatchLoader(stream(server, tmp_path / "cache"), 2, seed=1, shuffle=False, prefetch=1).batches()
     next(batches)  # of the first shard
     assert asked.wait(60)
     batches.close()
@@ -620,7 +620,7 @@ def test_data_in_an_object_store_reads_as_local_data_does(
     upload(s3, write_mds(tmp_path / "local/train", SHARDS, compression=compression).parent, f"data-{compression}")
     remote = f"s3://test/data-{compression}"
     dataset = open_dataset(SourceConfig(path=str(tmp_path / "cache"), remote=remote, split="train"), 16)
-    batches = Loader(dataset, 4, seed=1, shuffle=True).batches()
+    batches = BatchLoader(dataset, 4, seed=1, shuffle=True).batches()
     for batch in itertools.islice(batches, 20):
         tokens = flatten(SHARDS)[np.minimum(batch.samples[:, None] * 16 + np.arange(16), dataset.tokens - 1)]
         inside = batch.samples[:, None] * 16 + np.arange(16) < dataset.tokens

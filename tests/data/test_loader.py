@@ -9,7 +9,7 @@ import pytest
 from mds_bytes import flatten, random_shards, write_mds
 
 from ingot.config.data import SourceConfig
-from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import Dataset, open_dataset
 from ingot.errors import DataError
 
@@ -23,7 +23,7 @@ def loader_threads() -> int:
     return sum(thread.name == "ingot-loader" for thread in threading.enumerate())
 
 
-def take(loader: Loader, count: int, start: int = 0) -> list:
+def take(loader: BatchLoader, count: int, start: int = 0) -> list:
     batches = loader.batches(start)
     taken = [next(batches) for _ in range(count)]
     batches.close()
@@ -31,14 +31,14 @@ def take(loader: Loader, count: int, start: int = 0) -> list:
 
 
 def test_a_batch_is_the_samples_it_names(dataset: Dataset) -> None:
-    for batch in take(Loader(dataset, 6, seed=1, shuffle=True), 50):
+    for batch in take(BatchLoader(dataset, 6, seed=1, shuffle=True), 50):
         tokens, labels = dataset.gather(batch.samples)
         assert (batch.tokens == tokens).all() and (batch.labels == labels).all()
 
 
 def test_epochs_follow_each_other_without_losing_a_sample(dataset: Dataset) -> None:
     n = dataset.samples
-    ids = np.concatenate([b.samples for b in take(Loader(dataset, 7, seed=1, shuffle=True), 3 * n // 7 + 1)])
+    ids = np.concatenate([b.samples for b in take(BatchLoader(dataset, 7, seed=1, shuffle=True), 3 * n // 7 + 1)])
     for epoch in ids[: 3 * n].reshape(3, n):
         assert sorted(epoch) == list(range(n))
 
@@ -50,20 +50,20 @@ def test_any_number_of_ranks_gets_the_same_global_batches(dataset: Dataset) -> N
         ranks = int(rng.integers(1, 65))
         batch_samples = ranks * int(rng.integers(1, 5))
         seed, start = int(rng.integers(0, 2**31)), int(rng.integers(0, 10**9))
-        whole = Loader(dataset, batch_samples, seed=seed, shuffle=True).ids(start, 4)
+        whole = BatchLoader(dataset, batch_samples, seed=seed, shuffle=True).ids(start, 4)
         per_rank = batch_samples // ranks
         parts = [(r * per_rank, (r + 1) * per_rank) for r in range(ranks)]
-        loaders = [Loader(dataset, batch_samples, seed=seed, shuffle=True, part=part) for part in parts]
+        loaders = [BatchLoader(dataset, batch_samples, seed=seed, shuffle=True, part=part) for part in parts]
         assert (np.concatenate([loader.ids(start, 4) for loader in loaders], axis=1) == whole).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
 def test_a_run_resumed_on_other_ranks_reads_on_where_it_stopped(dataset: Dataset, ranks: int) -> None:
-    whole = [batch.samples for batch in take(Loader(dataset, 12, seed=3, shuffle=True), 20)]
+    whole = [batch.samples for batch in take(BatchLoader(dataset, 12, seed=3, shuffle=True), 20)]
     size = 12 // ranks
     for start in (0, 1, 7, 19):
         got = [
-            take(Loader(dataset, 12, seed=3, shuffle=True, part=(r * size, (r + 1) * size)), 20 - start, start)
+            take(BatchLoader(dataset, 12, seed=3, shuffle=True, part=(r * size, (r + 1) * size)), 20 - start, start)
             for r in range(ranks)
         ]
         for b in range(20 - start):
@@ -74,18 +74,18 @@ def test_a_run_resumed_on_other_ranks_reads_on_where_it_stopped(dataset: Dataset
 
 @pytest.mark.parametrize("prefetch", [1, 2, 8])
 def test_batches_do_not_depend_on_how_far_ahead_they_are_prepared(dataset: Dataset, prefetch: int) -> None:
-    plain = take(Loader(dataset, 5, seed=1, shuffle=True), 30)
-    ahead = take(Loader(dataset, 5, seed=1, shuffle=True, prefetch=prefetch), 30)
+    plain = take(BatchLoader(dataset, 5, seed=1, shuffle=True), 30)
+    ahead = take(BatchLoader(dataset, 5, seed=1, shuffle=True, prefetch=prefetch), 30)
     assert all((a.tokens == b.tokens).all() for a, b in zip(plain, ahead, strict=True))
 
 
 def test_without_shuffling_batches_are_consecutive(dataset: Dataset) -> None:
-    batches = take(Loader(dataset, 5, seed=1, shuffle=False), 3)
+    batches = take(BatchLoader(dataset, 5, seed=1, shuffle=False), 3)
     assert [b.samples.tolist() for b in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
 
 
 def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_left_by_an_exception(dataset: Dataset) -> None:
-    loader = Loader(dataset, 5, seed=1, shuffle=True)
+    loader = BatchLoader(dataset, 5, seed=1, shuffle=True)
     batches = loader.batches()
     next(batches)
     assert loader_threads() == 1
@@ -101,7 +101,7 @@ def test_the_thread_ends_when_the_iterator_is_closed_dropped_or_left_by_an_excep
     assert loader_threads() == 0
 
 
-def fail_after_one(loader: Loader) -> None:
+def fail_after_one(loader: BatchLoader) -> None:
     for _ in loader.batches():
         raise RuntimeError("of the trainer")
 
@@ -112,7 +112,7 @@ def test_an_error_in_the_thread_reaches_the_consumer_after_the_batches_before_it
     dataset = open_dataset(SourceConfig(path=str(folder)), 4)
     (folder / "shard.00001.mds").unlink()
     good = len(flatten(shards[:1])) // 4 - 1
-    batches = Loader(dataset, 1, seed=1, shuffle=False).batches()
+    batches = BatchLoader(dataset, 1, seed=1, shuffle=False).batches()
     for i in range(good):
         assert next(batches).samples.tolist() == [i]
     with pytest.raises(DataError, match=r"shard\.00001"):
@@ -124,4 +124,4 @@ def test_an_error_in_the_thread_reaches_the_consumer_after_the_batches_before_it
 def test_a_part_outside_the_batch_is_refused(dataset: Dataset) -> None:
     for part in ((0, 9), (-1, 2), (5, 4)):
         with pytest.raises(ValueError, match="part"):
-            Loader(dataset, 8, seed=1, shuffle=True, part=part)
+            BatchLoader(dataset, 8, seed=1, shuffle=True, part=part)

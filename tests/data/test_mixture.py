@@ -8,7 +8,7 @@ import pytest
 from mds_bytes import flatten, random_shards, write_mds
 
 from ingot.config.data import SourceConfig
-from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
@@ -70,7 +70,7 @@ def test_the_order_is_a_pure_function_of_the_position(tmp_path: Path) -> None:
 
 def test_gathered_samples_are_those_of_the_sources(tmp_path: Path) -> None:
     mixture = open_mix(tmp_path, web=2, books=1)
-    batches = Loader(mixture, 8, seed=1, shuffle=True).batches(3)
+    batches = BatchLoader(mixture, 8, seed=1, shuffle=True).batches(3)
     batch = next(batches)
     batches.close()
     for sample, tokens, labels in zip(batch.samples, batch.tokens, batch.labels, strict=True):

@@ -23,7 +23,7 @@ from ingot.data.loading.open_dataset import locate
 from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.pool import Pool, WorkerProcess
 from ingot.data.prepare.prepare import PrepareReport, prepare
-from ingot.data.prepare.scheduler import Preparation, SplitReport
+from ingot.data.prepare.scheduler import SplitJob, SplitReport
 from ingot.data.prepare.tokenize_engine import choose_engine
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
@@ -771,13 +771,13 @@ def test_no_part_outlives_the_shards_that_need_it(
     options: dict, corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[str] = []
-    assemble = Preparation._assemble
+    assemble = SplitJob._assemble
 
-    def look(self: Preparation) -> SplitReport:
+    def look(self: SplitJob) -> SplitReport:
         left.extend(path.name for path in (self.work / "parts").glob("*.data"))
         return assemble(self)
 
-    monkeypatch.setattr(Preparation, "_assemble", look)
+    monkeypatch.setattr(SplitJob, "_assemble", look)
     prepare(corpus, tmp_path / "out", **{"tokenizer": tokenizer, **OPTIONS, **options})
     assert left == []
 

@@ -12,7 +12,7 @@ from conftest import SENTENCES
 
 from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.prepare import PrepareReport, prepare
-from ingot.data.prepare.worker import Worker
+from ingot.data.prepare.worker import TokenizeWorker
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
 
@@ -64,13 +64,13 @@ def test_the_shares_do_all_pieces_and_none_twice(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[int] = []
-    plain = Worker.tokenize
+    plain = TokenizeWorker.tokenize
 
-    def tokenize(self: Worker, number: int, *rest: Any) -> dict[str, Any]:
+    def tokenize(self: TokenizeWorker, number: int, *rest: Any) -> dict[str, Any]:
         done.append(number)
         return plain(self, number, *rest)
 
-    monkeypatch.setattr(Worker, "tokenize", tokenize)
+    monkeypatch.setattr(TokenizeWorker, "tokenize", tokenize)
     reports = [run(corpus, tmp_path / "out", tokenizer, share=(turn, SHARES)) for turn in range(SHARES)]
     count = len(done)
     assert count > 2 * SHARES and sorted(done) == list(range(count))
@@ -83,15 +83,15 @@ def test_a_share_that_was_killed_continues_when_it_is_run_again(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(corpus, tmp_path / "whole", tokenizer)
-    out, plain = tmp_path / "out", Worker.tokenize
+    out, plain = tmp_path / "out", TokenizeWorker.tokenize
 
-    def tokenize(self: Worker, number: int, *rest: Any) -> dict[str, Any]:
+    def tokenize(self: TokenizeWorker, number: int, *rest: Any) -> dict[str, Any]:
         if number == 4:
             raise KeyboardInterrupt
         return plain(self, number, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "tokenize", tokenize)
+        patch.setattr(TokenizeWorker, "tokenize", tokenize)
         with pytest.raises(KeyboardInterrupt):
             run(corpus, out, tokenizer, share=(1, SHARES))
     journal = out / ".train.partial" / "journal.1.jsonl"

@@ -252,11 +252,11 @@ def test_checkpoint_sizes_of_the_azure_guide_are_reproduced(ingot, tmp_path: Pat
 
 def test_a_real_checkpoint_is_as_large_as_was_calculated(ingot, tiny: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     from ingot.parallel.layout import Layout
-    from ingot.parallel.memory_estimate import memory_needs
+    from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
     ingot("train", *tiny)
     config = load_config(RunConfig, tiny)
-    expected = memory_needs(config.model, Layout(), config.parallel, config.work).saved
+    expected = estimate_memory(config.model, Layout(), config.parallel, StepShape.of(config)).saved
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "12" / "manifest.json").read_text())
     size = sum(file["bytes"] for file in manifest["files"].values())
     assert 0 < size - expected < 20_000, "but for headers and small counters"

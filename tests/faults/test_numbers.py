@@ -9,7 +9,7 @@ from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, weights,
 
 from ingot.config.run import GuardsConfig
 from ingot.report.metrics_file import read_rows
-from ingot.training.guards import Finding, Guard
+from ingot.training.guards import Anomaly, Guard
 
 __all__ = ["whole"]
 
@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_one_replica_is_found_and_the_rank_named(data: Path, tm
     assert_as_if_nothing_happened(run.folder, calm.folder)
 
 
-def jump_after(losses: list[float], jump: float, **guards: object) -> Finding | None:
+def jump_after(losses: list[float], jump: float, **guards: object) -> Anomaly | None:
     guard = Guard(GuardsConfig.model_validate({"spike": "skip", **guards}), lambda loss: loss, scaled=False)
     for batch, loss in enumerate(losses, 1):
         assert guard.look(batch, torch.tensor(loss), torch.tensor(1.0)) is None
@@ -91,7 +91,7 @@ def test_the_spike_guard_wakes_after_a_quarter_of_its_window_and_at_least_eight_
     window: int, needed: int
 ) -> None:
     assert jump_after([2.0] * (needed - 1), 100.0, spike_window=window) is None
-    assert jump_after([2.0] * needed, 100.0, spike_window=window) == Finding(
+    assert jump_after([2.0] * needed, 100.0, spike_window=window) == Anomaly(
         needed + 1, "the loss jumped to 100.0000, 49000.0 robust deviations above 2.0000,", "skip"
     )
 

@@ -32,7 +32,7 @@ from ingot.launch.preflight.diagnosis import (
 from ingot.launch.preflight.node_checks import gpu_problem, nvlink_problem, resolve
 from ingot.launch.preflight.preflight import AskedToStop, Preflight
 from ingot.launch.supervisor.local_ranks import NODES_VARIABLE
-from ingot.launch.supervisor.node_agent import Worker
+from ingot.launch.supervisor.node_agent import NodeAgent
 from ingot.launch.supervisor.restart_policy import read_failures
 
 __all__ = ["cluster"]
@@ -302,7 +302,7 @@ def test_a_node_that_cannot_report_stays_longer_than_the_others_wait_for_it(
     for name, value in {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000", NODES_VARIABLE: "n1,n2"}.items():
         monkeypatch.setenv(name, value)
     folders = {"run_folder": str(tmp_path), "workdir": str(tmp_path)}
-    node = Worker(spec(verb="prepare", arguments=[], image=image, **folders), {})
+    node = NodeAgent(spec(verb="prepare", arguments=[], image=image, **folders), {})
     assert node._preflight() == EXIT_FAULT
     monkeypatch.setattr(sys, "argv", ["worker", "--spec", str(tmp_path / "absent.json")])
     assert worker_module.main() == EXIT_FAULT  # without the spec it cannot know whether there is an image

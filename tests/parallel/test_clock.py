@@ -7,13 +7,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 
-from ingot.parallel.comm_timer import CommunicationClock
+from ingot.parallel.comm_timer import CommTimer
 
 
 def _worker(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    x, clock = torch.ones(300, 300), CommunicationClock(torch.device("cpu"))
+    x, clock = torch.ones(300, 300), CommTimer(torch.device("cpu"))
     dist.barrier()
     plain = dist.Work.wait
     clock.start()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from conftest import TINY, Ingot
 
 from ingot.errors import ConfigError
-from ingot.parallel.rank_env import Place
+from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import World
 
 
@@ -91,7 +91,7 @@ def test_whatever_ranks_must_share_is_compared_and_both_values_shown(what: str) 
     store, errors = dist.HashStore(), {}
 
     def join(number: int) -> None:
-        world = World(Place(rank=number, world=3), store, timedelta(seconds=20))
+        world = World(RankEnv(rank=number, world=3), store, timedelta(seconds=20))
         world.agree("one", {what: "same"})
         try:
             world.agree("two", {what: "this" if number < 2 else "that"})

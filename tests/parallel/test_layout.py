@@ -6,13 +6,14 @@ import pytest
 
 from ingot.config.load import load_config
 from ingot.config.model import ModelConfig
+from ingot.config.parallel import ParallelConfig
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.supervisor.local_ranks import find_node
 from ingot.model.gpt import parameter_shapes
-from ingot.parallel.layout import Layout, ParallelConfig
-from ingot.parallel.memory_estimate import Work, choose_layout, memory_needs
-from ingot.parallel.rank_env import Place, find_place, first_host
+from ingot.parallel.layout import Layout
+from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory
+from ingot.parallel.rank_env import RankEnv, find_rank_env, first_host
 from ingot.training.microbatch_search import largest_within, must_fit
 
 MODEL = ModelConfig(d_model=64, n_heads=4, n_layers=4, vocab_size=128, max_seq_len=64)
@@ -22,7 +23,7 @@ SINGLE = {"tensor": 1, "pipeline": 1, "context": 1}
 
 
 def choose(world: int, model: ModelConfig = MODEL, seq_len: int = 64, batch: int = 16, **axes: object) -> Layout:
-    return choose_layout(ParallelConfig.model_validate(axes), world, model, batch, Work(seq_len))[0]
+    return choose_layout(ParallelConfig.model_validate(axes), world, model, batch, StepShape(seq_len))[0]
 
 
 def test_sharding_takes_what_the_other_axes_leave() -> None:
@@ -90,7 +91,7 @@ def fit(recipe: str, world: int, gib: int | None, **axes: object) -> tuple[Layou
     config = load_config(RunConfig, [recipe, "data=x", *(f"parallel.{a}={n}" for a, n in axes.items())])
     memory = gib * GIB if gib is not None else None
     batch = config.global_train_batch_size
-    return choose_layout(config.parallel, world, config.model, batch, config.work, memory, node=8)
+    return choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), memory, node=8)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_every_axis_but_replicate_lowers_the_estimate(axis: str) -> None:
     config = load_config(RunConfig, ["mpt-30b", "data=x"])
 
     def total(**axes: int) -> float:
-        return memory_needs(config.model, Layout(**axes), config.parallel, config.work).total
+        return estimate_memory(config.model, Layout(**axes), config.parallel, StepShape.of(config)).total
 
     assert total(**{axis: 4}) < total(**{axis: 2}) < total() == total(replicate=4)
 
@@ -162,7 +163,7 @@ def test_the_activations_of_a_token_and_layer_are_those_counted_by_hand(
     precision: str, changes: dict[str, str], stream: float, inputs: float, products: float, cheap: float
 ) -> None:
     model = MODEL.model_copy(update={"n_kv_heads": 2, "positions": "learned", **changes})
-    needs = memory_needs(model, Layout(), ParallelConfig(), Work(64, micro=3, precision=precision))
+    needs = estimate_memory(model, Layout(), ParallelConfig(), StepShape(64, micro=3, precision=precision))
     values = 64 * (stream + inputs + products + cheap)
     assert needs.activations / (3 * 64 * model.n_layers) == {"bf16": 2, "fp32": 4}[precision] * values
 
@@ -201,23 +202,23 @@ def test_a_process_finds_its_place_under_torchrun_and_srun() -> None:
         "MASTER_ADDR": "a",
         "MASTER_PORT": "7",
     }
-    assert find_place(torchrun) == Place(5, 8, 1, 4, "a", 7)
+    assert find_rank_env(torchrun) == RankEnv(5, 8, 1, 4, "a", 7)
     srun = {
         "SLURM_PROCID": "3",
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "gpu[07-09],x1",
     }
-    assert find_place(srun) == Place(3, 4, 1, 1, "gpu07")
-    assert find_place(srun | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}).local_world == 2
-    assert find_place(srun | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}) == Place(3, 4, 1, 1, "b", 9)
+    assert find_rank_env(srun) == RankEnv(3, 4, 1, 1, "gpu07")
+    assert find_rank_env(srun | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}).local_world == 2
+    assert find_rank_env(srun | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}) == RankEnv(3, 4, 1, 1, "b", 9)
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}  # not started by srun: alone
-    assert find_place(batch_script) == Place()
-    assert find_place({}) == Place()
+    assert find_rank_env(batch_script) == RankEnv()
+    assert find_rank_env({}) == RankEnv()
     with pytest.raises(ConfigError, match="RANK=9 is no rank of a world of 8"):
-        find_place(torchrun | {"RANK": "9"})
+        find_rank_env(torchrun | {"RANK": "9"})
     with pytest.raises(ConfigError, match="'eight' is not a number"):
-        find_place(torchrun | {"WORLD_SIZE": "eight"})
+        find_rank_env(torchrun | {"WORLD_SIZE": "eight"})
 
 
 @pytest.mark.parametrize(("nodes", "host"), [("n1", "n1"), ("n[1-3,7],m1", "n1"), ("a-b-[003-9]", "a-b-003"), ("", "")])

@@ -7,7 +7,7 @@ import torch
 from harness import evaluations, losses, norms, tensors, train_all, train_here
 
 from ingot.checkpoint.hf.transfer import export_run
-from ingot.parallel.layout import ParallelConfig
+from ingot.config.parallel import ParallelConfig
 from ingot.report.metrics_file import read_rows
 
 # An eps well above the rounding of a gradient: AdamW would otherwise blow the last bits of a zero gradient (a key's

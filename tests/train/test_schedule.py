@@ -2,11 +2,11 @@ import math
 
 import pytest
 
-from ingot.config.durations import Clock, Time
+from ingot.config.durations import BatchClock, Duration
 from ingot.config.run import SchedulerConfig
 from ingot.training.schedule import lr_multiplier
 
-CLOCK = Clock(batch_samples=8, sample_tokens=32, epoch_samples=800, max_duration=Time(100, "ba"))
+CLOCK = BatchClock(batch_samples=8, sample_tokens=32, epoch_samples=800, max_duration=Duration(100, "ba"))
 
 
 def at(batch: int, **values: object) -> float:

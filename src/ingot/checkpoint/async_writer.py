@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import CHECKPOINTS, File, Manifest, file_name, write_manifest
 from ingot.checkpoint.remote_copy import Uploader
 from ingot.checkpoint.safetensors_file import blocks_of, bytes_of, header_of, in_order, write_blocks
-from ingot.checkpoint.save_plan import Plan, Tensors, plan_save
+from ingot.checkpoint.save_plan import SavePlan, Tensors, plan_save
 from ingot.checkpoint.store import DRAFT, put_in_place
 from ingot.errors import CheckpointError, disk_error
 from ingot.parallel.dtensor import local
@@ -37,12 +37,12 @@ NICENESS = 10  # of the writing thread: where cores are short, the training step
 REST = 3.0  # times as long as it works
 
 
-class Saver:
+class AsyncWriter:
     """Saves the state of a run, together with the other processes of it."""
 
     def __init__(self, run: Path, world: World | None = None, full: bool = False):
         self.run, self.full = run, full
-        self.ranks, self._behind = Ranks(world, "save"), Ranks(world, "write")
+        self.ranks, self._behind = Coordinator(world, "save"), Coordinator(world, "write")
         self.after: Callable[[int, bool], bool] = lambda step, final: False
         """Called on the first process, in the thread, when a step has been saved; says whether to upload it."""
         self.uploader: Uploader | None = None
@@ -55,7 +55,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._waited_for = threading.Event()
         self._next_due = threading.Event()
-        self._planned: tuple[list[str], Plan, Snapshot] | None = None
+        self._planned: tuple[list[str], SavePlan, Snapshot] | None = None
 
     def prepare(self, tensors: Tensors) -> None:
         """Plan, and allocate the memory of the copy, behind the loop; else the first save does it."""
@@ -100,7 +100,7 @@ class Saver:
         self._thread = threading.Thread(target=body, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _plan(self, tensors: Tensors, ranks: Ranks) -> tuple[Plan, "Snapshot"]:
+    def _plan(self, tensors: Tensors, ranks: Coordinator) -> tuple[SavePlan, "Snapshot"]:
         names = [f"{section}/{name}" for section, content in tensors.items() for name in content]
         if self._planned is None or self._planned[0] != names:
             self._planned = None  # let go of the old copy before the new one is made
@@ -111,7 +111,7 @@ class Saver:
     # --- in the thread
 
     def _write(
-        self, step: int, plan: Plan, snapshot: "Snapshot", state: dict[str, Any], final: bool, problem: str | None
+        self, step: int, plan: SavePlan, snapshot: "Snapshot", state: dict[str, Any], final: bool, problem: str | None
     ) -> None:
         began = time.perf_counter()
         snapshot.finish()
@@ -138,7 +138,7 @@ class Saver:
         self.problem = problem
         self.news.append((problem, True))
 
-    def _write_own(self, draft: Path, plan: Plan, snapshot: "Snapshot") -> dict[str, Any]:
+    def _write_own(self, draft: Path, plan: SavePlan, snapshot: "Snapshot") -> dict[str, Any]:
         """Write this process's files; gives their sizes and hashes, or what went wrong."""
         files: dict[str, tuple[int, str]] = {}
         try:
@@ -161,7 +161,7 @@ class Saver:
                 self._waited_for.wait(REST * (time.perf_counter() - began))
 
     def _commit(
-        self, step: int, plan: Plan, state: dict[str, Any], final: bool, draft: Path, attempt: int, said: list[str]
+        self, step: int, plan: SavePlan, state: dict[str, Any], final: bool, draft: Path, attempt: int, said: list[str]
     ) -> str:
         """On the first process, when all have written: make it a checkpoint, or clear it away."""
         reports = [json.loads(text) for text in said]
@@ -192,7 +192,7 @@ class Snapshot:
     forward and backward pass: by a GPU's stream, or by the writing thread; only a change of the weights waits for it.
     """
 
-    def __init__(self, tensors: Tensors, plan: Plan):
+    def __init__(self, tensors: Tensors, plan: SavePlan):
         self.files: dict[str, tuple[memoryview, memoryview]] = {}  # header and content by kind of file
         self._pieces: list[tuple[str, str, Tensor]] = []
         chosen: Tensors = {}

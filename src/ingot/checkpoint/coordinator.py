@@ -17,7 +17,7 @@ FAILED = "failed: "
 T = TypeVar("T")
 
 
-class Ranks:
+class Coordinator:
     """All processes of a run, or the only one, seen from one of them. Each thread of it has its own."""
 
     def __init__(self, world: World | None = None, topic: str = "checkpoint"):

@@ -20,7 +20,7 @@ def is_url(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointLocation:
     """Where a checkpoint lies."""
 
     remote: Remote
@@ -83,15 +83,15 @@ class Place:
             raise CheckpointError(f"{self}/{name} is corrupt: its hash differs from the manifest's")
 
 
-def find_places(where: str | Remote) -> list[Place]:
+def find_checkpoints(where: str | Remote) -> list[CheckpointLocation]:
     """The checkpoints of a run, oldest first, or the one that a path or URL is itself."""
     remote = Remote(where) if isinstance(where, str) else where
     if remote.size(MANIFEST) is not None:
-        return [Place(remote, "")]
+        return [CheckpointLocation(remote, "")]
     return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is not None]
 
 
-def incomplete_places(where: str) -> list[Place]:
+def incomplete_places(where: str) -> list[CheckpointLocation]:
     """The numbered folders of a run that have no manifest: it was deleted, or an upload has not finished."""
     remote = Remote(where)
     if remote.size(MANIFEST) is not None:
@@ -99,6 +99,6 @@ def incomplete_places(where: str) -> list[Place]:
     return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is None]
 
 
-def _numbered(remote: Remote) -> list[Place]:
+def _numbered(remote: Remote) -> list[CheckpointLocation]:
     steps = sorted(int(name) for name in remote.names(CHECKPOINTS, required=True) if re.fullmatch("[0-9]+", name))
-    return [Place(remote, f"{CHECKPOINTS}/{step}/") for step in steps]
+    return [CheckpointLocation(remote, f"{CHECKPOINTS}/{step}/") for step in steps]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ingot.checkpoint.coordinator import Ranks
-from ingot.checkpoint.location import Place, find_places
+from ingot.checkpoint.coordinator import Coordinator
+from ingot.checkpoint.location import CheckpointLocation, find_checkpoints
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -32,7 +32,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "tokenizer/tokenizer.json", "tokeni
 """What goes along with a checkpoint, so that a run can go on elsewhere."""
 
 
-def newest_good(run: Path, ranks: Ranks, remote: Remote | None = None) -> tuple[Manifest | None, list[str]]:
+def newest_good(run: Path, ranks: Coordinator, remote: Remote | None = None) -> tuple[Manifest | None, list[str]]:
     """The newest checkpoint of a run whose files are all intact, and what was wrong with newer ones.
 
     The processes check some files each and come to one verdict. One that only `remote` has is fetched. None if there
@@ -44,7 +44,7 @@ def newest_good(run: Path, ranks: Ranks, remote: Remote | None = None) -> tuple[
             if here:
                 return _check(run / CHECKPOINTS / str(step), ranks), problems
             assert remote is not None
-            return fetch_into_run(Place(remote, f"{CHECKPOINTS}/{step}/"), run, ranks), problems
+            return fetch_into_run(CheckpointLocation(remote, f"{CHECKPOINTS}/{step}/"), run, ranks), problems
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -59,13 +59,13 @@ def _candidates(run: Path, remote: Remote | None) -> list[tuple[int, bool]]:
     """Steps and whether they are here, the best first. A store that does not answer is no store without checkpoints."""
     steps = [(step, True) for step in [*steps_in(run / CHECKPOINTS), *incomplete_steps(run / CHECKPOINTS)]]
     try:
-        steps += [(place.step, False) for place in find_places(remote)] if remote is not None else []
+        steps += [(place.step, False) for place in find_checkpoints(remote)] if remote is not None else []
     except DataError as error:
         raise DiskError(f"the checkpoints cannot be listed: {error}") from None
     return sorted(steps, reverse=True)
 
 
-def _check(folder: Path, ranks: Ranks) -> Manifest:
+def _check(folder: Path, ranks: Coordinator) -> Manifest:
     def own_share() -> Manifest:
         manifest = read_manifest(folder)
         verify(manifest, share_of(manifest, ranks))
@@ -74,7 +74,7 @@ def _check(folder: Path, ranks: Ranks) -> Manifest:
     return ranks.agree(own_share)
 
 
-def fetch(place: Place, folder: Path, ranks: Ranks, sections: list[str] | None = None) -> Manifest:
+def fetch(place: CheckpointLocation, folder: Path, ranks: Coordinator, sections: list[str] | None = None) -> Manifest:
     """Copy a checkpoint, or some kinds of its files, into a folder, each process its share."""
 
     def own_share() -> Manifest:
@@ -86,7 +86,7 @@ def fetch(place: Place, folder: Path, ranks: Ranks, sections: list[str] | None =
     return ranks.agree(own_share)
 
 
-def fetch_into_run(place: Place, run: Path, ranks: Ranks) -> Manifest:
+def fetch_into_run(place: CheckpointLocation, run: Path, ranks: Coordinator) -> Manifest:
     """Make a checkpoint from elsewhere one of a run's own."""
     draft = run / CHECKPOINTS / f"{DRAFT}fetch"
     manifest = fetch(place, draft, ranks)
@@ -112,7 +112,7 @@ def upload(manifest: Manifest, remote: Remote, names: list[str]) -> None:
         remote.put(prefix + name, manifest.folder / name)
 
 
-def copy_checkpoint(place: Place, to: str) -> Place:
+def copy_checkpoint(place: CheckpointLocation, to: str) -> CheckpointLocation:
     """Copy a checkpoint to another run folder or URL, verified before its manifest makes it one there."""
     target = Remote(to)
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def copy_checkpoint(place: Place, to: str) -> Place:
             verify(manifest)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-copy-"))
-            manifest = fetch(place, Path(folder), Ranks())
+            manifest = fetch(place, Path(folder), Coordinator())
             write_manifest(manifest)
         try:
             if place.prefix and place.remote.folder is not None:
@@ -129,7 +129,7 @@ def copy_checkpoint(place: Place, to: str) -> Place:
             upload(manifest, target, [*manifest.files, MANIFEST])
         except OSError as error:
             raise disk_error("write", to, error) from None
-    return Place(target, f"{CHECKPOINTS}/{manifest.step}/")
+    return CheckpointLocation(target, f"{CHECKPOINTS}/{manifest.step}/")
 
 
 def _put_run_files(run: Path, remote: Remote) -> None:
@@ -143,7 +143,7 @@ class Uploader:
 
     def __init__(self, url: str, run: Path, world: World | None, retain: Callable[[list[int]], list[int]]):
         self.remote, self.run, self.retain = Remote(url), run, retain
-        self.ranks = Ranks(world, "upload")
+        self.ranks = Coordinator(world, "upload")
         self.news: list[tuple[str, bool]] = []
         self.problem: str | None = None
         self.step: int | None = None  # of the checkpoint that is on its way
@@ -184,7 +184,7 @@ class Uploader:
             return
         _put_run_files(self.run, self.remote)
         upload(read_manifest(folder), self.remote, [MANIFEST])
-        self.remove(self.retain([place.step for place in find_places(self.remote)]))
+        self.remove(self.retain([place.step for place in find_checkpoints(self.remote)]))
 
     def remove(self, steps: list[int]) -> None:
         for step in steps:

@@ -105,7 +105,7 @@ def _create(path: Path) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
-class Shard:
+class SafetensorsFile:
     """An open file, of which nothing is read before it is asked for."""
 
     def __init__(self, path: Path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import ITEM_BYTES, Entry
 from ingot.checkpoint.safetensors_file import DTYPE_NAMES
 from ingot.parallel.dtensor import is_spread, local, local_offsets
@@ -22,7 +22,7 @@ Piece = tuple[str, str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What this process writes, and, on the first, where everything is."""
 
     own: list[tuple[str, str]]
@@ -31,10 +31,10 @@ class Plan:
     entries: dict[str, dict[str, Entry]]
 
 
-def plan_save(tensors: Tensors, ranks: Ranks, full: bool) -> Plan:
+def plan_save(tensors: Tensors, ranks: Coordinator, full: bool) -> SavePlan:
     """Divide a state among the processes; with `full`, the first has it whole and writes it all."""
     if full:
-        ranks = Ranks()
+        ranks = Coordinator()
     pieces: list[Piece] = []
     for section, content in tensors.items():
         for name, tensor in content.items():
@@ -48,7 +48,7 @@ def plan_save(tensors: Tensors, ranks: Ranks, full: bool) -> Plan:
         return _assign([msgspec.json.decode(text, type=list[Piece]) for text in said], entries)
 
     answer = ranks.ask(msgspec.json.encode(pieces).decode(), decide)
-    return Plan(msgspec.json.decode(answer, type=list[tuple[str, str]]), ranks.count, entries)
+    return SavePlan(msgspec.json.decode(answer, type=list[tuple[str, str]]), ranks.count, entries)
 
 
 def _assign(found: list[list[Piece]], entries: dict[str, dict[str, Entry]]) -> list[str]:

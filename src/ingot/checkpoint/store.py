@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -28,7 +28,7 @@ from ingot.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ingot.checkpoint.safetensors_file import DTYPES, Shard, write_shard
+from ingot.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_shard
 from ingot.checkpoint.save_plan import Tensors, plan_save
 from ingot.errors import CheckpointError
 
@@ -51,7 +51,7 @@ def save_checkpoint(
         for section, content in tensors.items():
             name = file_name(section, 0, 1)
             files[name] = write_shard(draft / name, content, partial(get, section) if get is not None else None)
-        plan = plan_save(tensors, Ranks(), full=True)
+        plan = plan_save(tensors, Coordinator(), full=True)
         write_manifest(Manifest(step, 1, files, plan.entries, state, draft))
         return put_in_place(draft, step)
     except BaseException:
@@ -88,7 +88,7 @@ def to_remove(steps: list[int], keep: int, every: int) -> list[int]:
     return [step for step in older if not (every and step % every == 0)]
 
 
-def share_of(manifest: Manifest, ranks: Ranks, sections: list[str] | None = None) -> list[str]:
+def share_of(manifest: Manifest, ranks: Coordinator, sections: list[str] | None = None) -> list[str]:
     """The files that this process shall check, fetch or upload; where it has saved some itself, those."""
     kinds = [manifest.section_files(section) for section in sections or manifest.tensors]
     return [name for files in kinds for number, name in enumerate(files) if number % ranks.count == ranks.rank]
@@ -128,7 +128,7 @@ class CheckpointTensors:
     def __init__(self, manifest: Manifest, section: str = MODEL):
         self.manifest, self.section = manifest, section
         self.entries: dict[str, Entry] = manifest.tensors.get(section, {})
-        self._shards: dict[str, Shard] = {}
+        self._shards: dict[str, SafetensorsFile] = {}
 
     def names(self) -> list[str]:
         return list(self.entries)
@@ -156,7 +156,7 @@ class CheckpointTensors:
     def _chunk(self, name: str, chunk: Chunk) -> Tensor:
         file = file_name(self.section, chunk[0], self.manifest.parts)
         if file not in self._shards:
-            self._shards[file] = Shard(self.manifest.folder / file)
+            self._shards[file] = SafetensorsFile(self.manifest.folder / file)
         return self._shards[file].get(name, self.entries[name].dtype, chunk[2])
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ingot.checkpoint.location import Place
+    from ingot.checkpoint.location import CheckpointLocation
     from ingot.checkpoint.manifest import Manifest
 
 checkpoint_app = typer.Typer(help="List, verify, show, size, copy and consolidate checkpoints.", no_args_is_help=True)
@@ -106,12 +106,12 @@ def size(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
     from ingot.parallel.layout import Layout
-    from ingot.parallel.memory_estimate import memory_needs
+    from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
     rows = []
     for recipe in recipes:
         config = load_config(RunConfig, [recipe])
-        needs = memory_needs(config.model, Layout(), config.parallel, config.work)
+        needs = estimate_memory(config.model, Layout(), config.parallel, StepShape.of(config))
         sizes = [f"{count / 2**30:,.1f} GiB" for count in (needs.weights, needs.saved)]
         rows.append([recipe, f"{needs.weights / 4:,.0f}", *sizes])
     _print(["recipe", "parameters", "weights only", "with training state"], rows)
@@ -157,14 +157,14 @@ def consolidate(
         raise disk_error("write", out, error) from None
 
 
-def _places(where: str) -> "list[Place]":
-    from ingot.checkpoint.location import find_places, incomplete_places, is_url
+def _places(where: str) -> "list[CheckpointLocation]":
+    from ingot.checkpoint.location import find_checkpoints, incomplete_places, is_url
     from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
     from ingot.errors import CheckpointError
 
     if not is_url(where) and not Path(where).exists():
         raise CheckpointError(f"no such run or checkpoint: {where}")
-    if not (places := find_places(where)):
+    if not (places := find_checkpoints(where)):
         if incomplete := incomplete_places(where):
             named = ", ".join(map(str, incomplete))
             raise CheckpointError(f"{where} holds no complete checkpoint: there is no {MANIFEST} in {named}")
@@ -172,7 +172,7 @@ def _places(where: str) -> "list[Place]":
     return places
 
 
-def _pick(where: str, step: int | None) -> "Place":
+def _pick(where: str, step: int | None) -> "CheckpointLocation":
     from ingot.errors import CheckpointError
 
     places = _places(where)

@@ -44,19 +44,19 @@ def train(
     from ingot.config.run import RunConfig
     from ingot.launch.supervisor.local import run_processes
     from ingot.launch.supervisor.local_ranks import find_node
-    from ingot.parallel.memory_estimate import choose_layout
-    from ingot.parallel.rank_env import find_place
+    from ingot.parallel.memory_estimate import StepShape, choose_layout
+    from ingot.parallel.rank_env import find_rank_env
     from ingot.training.runtime.heartbeat import dump_stacks_on_request
 
     check_recipe(arguments)
     config = load_config(RunConfig, arguments, dialect=dialect)
-    place = find_place()
+    place = find_rank_env()
     if place.world > 1 and (nproc or world_size):
         raise ConfigError(f"a launcher has already started {place.world} processes; leave out --nproc and --world_size")
     if place.world == 1 and "RANK" not in os.environ:
         node = find_node(nproc, world_size, node_rank, master_addr, master_port, lambda: _devices(config))
         batch = config.global_train_batch_size
-        choose_layout(config.parallel, node.world, config.model, batch, config.work, node=node.processes)
+        choose_layout(config.parallel, node.world, config.model, batch, StepShape.of(config), node=node.processes)
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]

@@ -15,9 +15,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
-def impossible(key: str, reason: str) -> PydanticCustomError:
+def rule_error(key: str, reason: str) -> PydanticCustomError:
     """The error of a rule over several keys: which key to blame, and why it cannot be."""
-    return PydanticCustomError("impossible", "{reason}", {"reason": reason, "key": key})
+    return PydanticCustomError("rule_error", "{reason}", {"reason": reason, "key": key})
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

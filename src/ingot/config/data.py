@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ingot.config.base import Section, impossible
+from ingot.config.base import Section, rule_error
 from ingot.config.names import plain_name
 
 SIZE_UNITS = {u: 1000**i for i, u in enumerate(["", *"kmgt"])} | {f"{u}i": 1024**i for i, u in enumerate("kmgt", 1)}
@@ -81,7 +81,7 @@ class MixedSourceConfig(PlaceConfig):
     @model_validator(mode="after")
     def _check(self) -> "MixedSourceConfig":
         if not self.path:
-            raise impossible("path", "is missing; name the folder of the data set")
+            raise rule_error("path", "is missing; name the folder of the data set")
         return self
 
 
@@ -102,13 +102,13 @@ class SourceConfig(PlaceConfig):
     @model_validator(mode="after")
     def _check(self) -> "SourceConfig":
         if not self.path and not self.mix:
-            raise impossible("path", "is missing; name the folder of a prepared data set")
+            raise rule_error("path", "is missing; name the folder of a prepared data set")
         if self.mix:
             for key in ("path", "split", "documents", "remote", "cache_limit"):
                 if getattr(self, key):
-                    raise impossible(key, "says where one data set is, and mix where several are; set it inside mix")
+                    raise rule_error(key, "says where one data set is, and mix where several are; set it inside mix")
             if len({source.weight is None for source in self.mix.values()}) > 1:
-                raise impossible("mix", "has sources with and without a weight; give all of them one, or none")
+                raise rule_error("mix", "has sources with and without a weight; give all of them one, or none")
         return self
 
 

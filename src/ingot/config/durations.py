@@ -22,15 +22,15 @@ PATTERN = rf"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)({'
 
 
 @dataclass(frozen=True)
-class Time:
+class Duration:
     """A duration: a value and the unit it counts."""
 
     value: float
     unit: str
 
     @classmethod
-    def parse(cls, text: Any) -> "Time":
-        if isinstance(text, Time):
+    def parse(cls, text: Any) -> "Duration":
+        if isinstance(text, Duration):
             return text
         match = re.fullmatch(PATTERN, str(text).strip())
         if match is None:
@@ -69,15 +69,15 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Clock:
+class BatchClock:
     """Turns durations into batches, for a run whose batch and data set sizes are known."""
 
     batch_samples: int
     sample_tokens: int
     epoch_samples: int
-    max_duration: Time
+    max_duration: Duration
 
-    def batches(self, time: Time) -> float:
+    def batches(self, time: Duration) -> float:
         """How many batches a duration is; a fraction where it does not come out even."""
         in_a_batch = {"ba": 1, "sp": self.batch_samples, "tok": self.batch_samples * self.sample_tokens}
         if time.unit in in_a_batch:
@@ -92,6 +92,6 @@ class Clock:
     def total_batches(self) -> int:
         return math.ceil(self.batches(self.max_duration) - 1e-9)
 
-    def interval(self, time: Time) -> int:
+    def interval(self, time: Duration) -> int:
         """Every how many batches something happens; 0 for never."""
         return max(1, round(self.batches(time))) if time.value > 0 else 0

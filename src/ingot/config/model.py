@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from ingot.config.base import Section, impossible
+from ingot.config.base import Section, rule_error
 
 # What makes a family, where it differs from the field defaults below (which are MPT's). A recipe adds the size.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -108,21 +108,21 @@ class ModelConfig(Section):
         if self.head_dim is None and self.d_model % self.n_heads:
             fits = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
             near = min(fits, key=lambda n: abs(n - self.n_heads))
-            raise impossible(
+            raise rule_error(
                 "n_heads", f"{self.n_heads} heads do not divide d_model {self.d_model}; {near} would, or set head_dim"
             )
         if self.n_heads % self.kv_heads:
-            raise impossible("n_kv_heads", f"{self.kv_heads} does not divide n_heads {self.n_heads}")
+            raise rule_error("n_kv_heads", f"{self.kv_heads} does not divide n_heads {self.n_heads}")
         if self.ffn_hidden_size is None and not float(self.expansion_ratio * self.d_model).is_integer():
-            raise impossible(
+            raise rule_error(
                 "expansion_ratio", f"{self.expansion_ratio} x d_model {self.d_model} is not a whole number"
             )
         if self.norm == "rmsnorm" and self.norm_bias:
-            raise impossible("norm_bias", "rmsnorm has no bias; leave it out")
+            raise rule_error("norm_bias", "rmsnorm has no bias; leave it out")
         if self.eos_token_id is None and (self.document_mask or self.document_positions):
-            raise impossible("eos_token_id", "is missing; say which token ends a document")
+            raise rule_error("eos_token_id", "is missing; say which token ends a document")
         if self.positions == "rotary" and self.rotary_dim % 2:
-            raise impossible("rotary_pct", f"rotates {self.rotary_dim} of {self.head_width} dimensions; must be even")
+            raise rule_error("rotary_pct", f"rotates {self.rotary_dim} of {self.head_width} dimensions; must be even")
         return self
 
     @property

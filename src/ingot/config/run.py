@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ingot.config.base import Section, impossible
+from ingot.config.base import Section, rule_error
 from ingot.config.data import DataConfig, SourceConfig
-from ingot.config.durations import Time
+from ingot.config.durations import Duration
 from ingot.config.model import ModelConfig
 from ingot.config.names import plain_name
+from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
 from ingot.errors import ConfigError
-from ingot.parallel.layout import ParallelConfig
-from ingot.parallel.memory_estimate import Work
 
 PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
                      "amp_fp8": "fp8"}  # fmt: skip
@@ -53,21 +52,21 @@ class SchedulerConfig(Section):
         "inv_sqrt_with_warmup", "wsd"
     ] = "cosine_with_warmup"  # fmt: skip
     """Shape after the warmup; exponential is alpha_f to the power of the progress."""
-    t_warmup: Time = Time(0, "ba")
+    t_warmup: Duration = Duration(0, "ba")
     """Linear rise."""
     warmup_start: float = Field(0.0, ge=0, le=1)
     """Fraction of the peak that the warmup rises from."""
-    t_max: Time = Time(1, "dur")
+    t_max: Duration = Duration(1, "dur")
     """When linear, cosine, exponential and wsd reach alpha_f, and inv_sqrt ends."""
     alpha_f: float = Field(0.1, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""
-    t_scale: Time | None = None
+    t_scale: Duration | None = None
     """inv_sqrt: the time after which the rate has fallen to 1/sqrt(2). Default: t_warmup."""
-    t_cooldown: Time = Time(0, "ba")
+    t_cooldown: Duration = Duration(0, "ba")
     """inv_sqrt: length of a linear fall to alpha_cooldown at the end."""
     alpha_cooldown: float = Field(0.0, ge=0, le=1)
     """inv_sqrt: the rate that the cooldown reaches, as a fraction of the peak."""
-    t_decay: Time = Time(0.1, "dur")
+    t_decay: Duration = Duration(0.1, "dur")
     """wsd: length of the final decay."""
     warmup_floor: int = Field(0, ge=0)
     """Batches that the warmup counts at least: 1 gives the first step a rate (GPT-NeoX), 0 none (everyone else)."""
@@ -92,7 +91,7 @@ class GuardsConfig(Section):
     """Batches that median and deviation are taken over."""
     max_skips: int = Field(20, ge=0)
     """More batches left out than this stop the run."""
-    checksum_interval: Time = Time(0, "ba")
+    checksum_interval: Duration = Duration(0, "ba")
     """How often processes that hold the same weights compare them; 0ba for never."""
 
 
@@ -130,7 +129,7 @@ class RunConfig(Section):
 
     global_train_batch_size: int = Field(256, gt=0)
     """Sequences per optimizer step, over all devices."""
-    max_duration: Time = Time(1, "ep")
+    max_duration: Duration = Duration(1, "ep")
     """When to stop."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
@@ -146,7 +145,7 @@ class RunConfig(Section):
     guards: GuardsConfig = GuardsConfig()
     """What to do when a loss is no number, or jumps."""
 
-    eval_interval: Time = Time(1000, "ba")
+    eval_interval: Duration = Duration(1000, "ba")
     """How often to evaluate, besides at the end; 0ba for only at the end."""
     eval_subset_num_batches: int = Field(-1, ge=-1)
     """Batches per evaluation, of device_eval_batch_size sequences or else of 8, however many processes share them; -1
@@ -157,11 +156,11 @@ class RunConfig(Section):
     save_folder: str | None = None
     """The run folder. Default: runs/NAME. At a URL (s3://, gs://, az://) checkpoints are kept there, and here, in
     runs/NAME, only the newest."""
-    save_interval: Time = Time(1000, "ba")
+    save_interval: Duration = Duration(1000, "ba")
     """How often to save, besides at the end; wall-clock units work too; 0ba for only at the end."""
     save_num_checkpoints_to_keep: int = Field(-1, ge=-1)
     """Newest checkpoints kept; -1 for all."""
-    save_keep_every: Time = Time(0, "ba")
+    save_keep_every: Duration = Duration(0, "ba")
     """Checkpoints at multiples of this are kept whatever the number of newest ones; 0ba for none."""
     save_weights_only: bool = False
     """Save no optimizer state; such a checkpoint cannot be continued."""
@@ -169,7 +168,7 @@ class RunConfig(Section):
     """Execution: sharded: every process writes its own part; full: the first gathers all into one set of files."""
     remote_save_folder: str | None = None
     """A second place, a URL or a folder, for copies of some checkpoints, made in the background."""
-    remote_save_interval: Time = Time(0, "ba")
+    remote_save_interval: Duration = Duration(0, "ba")
     """How often to copy there, besides at the end; 0ba for every checkpoint."""
     load_path: str | None = None
     """Start from the weights of this run, checkpoint or Hugging Face folder, or of a run or checkpoint at a URL (with a
@@ -192,12 +191,12 @@ class RunConfig(Section):
     one GPU, where that is faster by measurement after the first step."""
     deterministic: bool | Literal["auto"] = "auto"
     """Execution: only deterministic kernels. auto: on a CPU, yes, where they cost nothing."""
-    max_wall_time: Time | None = None
+    max_wall_time: Duration | None = None
     """Execution: save and stop after this long, for example 23.5h; the same command continues."""
     hang_timeout: float = Field(120.0, gt=0)
     """Execution: seconds without progress after which the launcher takes a process for hung, or 10 of its steps if
     that is longer; 30 times as long before the first step."""
-    log_interval: Time = Time(1, "ba")
+    log_interval: Duration = Duration(1, "ba")
     """Execution: how often metrics are gathered and written."""
     loggers: LoggersConfig = LoggersConfig()
     """Execution: trackers."""
@@ -256,39 +255,39 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         if self.max_seq_len > self.model.context and self.model.positions == "learned":
-            raise impossible(
+            raise rule_error(
                 "max_seq_len", f"{self.max_seq_len} is longer than model.max_seq_len {self.model.context}, the rows of "
                 "the learned position table"
             )  # fmt: skip
         if self.mask_eos_loss and self.model.eos_token_id is None:
-            raise impossible("mask_eos_loss", "model.eos_token_id must say which token ends a document")
+            raise rule_error("mask_eos_loss", "model.eos_token_id must say which token ends a document")
         micro, batch = self.device_train_microbatch_size, self.global_train_batch_size
         if isinstance(micro, int) and batch % micro:
             near = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
-            raise impossible(
+            raise rule_error(
                 "device_train_microbatch_size",
                 f"{micro} does not divide global_train_batch_size {batch}; {near} would, or auto",
             )
         if self.remote_save_folder and self.remote_folder == self.save_folder:
-            raise impossible("remote_save_folder", "save_folder is at a URL already; give one of the two")
+            raise rule_error("remote_save_folder", "save_folder is at a URL already; give one of the two")
         for key in ("max_duration", "eval_interval", "log_interval", "save_keep_every"):
             if getattr(self, key).is_wall_clock:
-                raise impossible(key, f"{getattr(self, key)} is wall-clock time; use ba, ep, sp or tok here")
+                raise rule_error(key, f"{getattr(self, key)} is wall-clock time; use ba, ep, sp or tok here")
         if secret := next(secret_in(self.model_dump(mode="json")), None):
-            raise impossible(
+            raise rule_error(
                 secret, "the URL has a password or a signature in it, which would be written into checkpoints and seen "
                 "in process lists; give credentials in the environment (AWS_..., AZURE_..., GOOGLE_...)"
             )  # fmt: skip
         if self.max_wall_time is not None and not self.max_wall_time.is_wall_clock:
-            raise impossible("max_wall_time", f"{self.max_wall_time} is no wall-clock time; write 90min or 23.5h")
+            raise rule_error("max_wall_time", f"{self.max_wall_time} is no wall-clock time; write 90min or 23.5h")
         if self.guards.checksum_interval.is_wall_clock:
-            raise impossible("guards.checksum_interval", "wall-clock time will not do; use ba, ep, sp or tok here")
+            raise rule_error("guards.checksum_interval", "wall-clock time will not do; use ba, ep, sp or tok here")
         for key in ("t_warmup", "t_max", "t_scale", "t_decay", "t_cooldown"):
             value = getattr(self.scheduler, key)
             if value is not None and value.is_wall_clock:
-                raise impossible(f"scheduler.{key}", f"{value} is wall-clock time; use ba, ep, sp, tok or dur here")
+                raise rule_error(f"scheduler.{key}", f"{value} is wall-clock time; use ba, ep, sp, tok or dur here")
         if self.max_duration.unit == "dur" or self.max_duration.value <= 0:
-            raise impossible("max_duration", f"{self.max_duration} is no length; use for example 4800ba or 1ep")
+            raise rule_error("max_duration", f"{self.max_duration} is no length; use for example 4800ba or 1ep")
         return self
 
     @property
@@ -317,14 +316,6 @@ class RunConfig(Section):
     def recompute(self) -> str | None:
         """What blocks recompute, as configured: full, selective, or nothing that they know of."""
         return {True: "full", "selective": "selective"}.get(self.activation_checkpointing)
-
-    @property
-    def work(self) -> Work:
-        """What a process does at a time: the microbatch, or where that is chosen later a single sequence; and where
-        it is chosen later what is recomputed, everything."""
-        micro = 1 if self.device_train_microbatch_size == "auto" else self.device_train_microbatch_size
-        recompute = "full" if self.activation_checkpointing == "auto" else self.recompute
-        return Work(self.max_seq_len, micro, self.precision, recompute, self.optimizer.name)
 
     @property
     def run_folder(self) -> str:

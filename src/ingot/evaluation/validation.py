@@ -16,7 +16,7 @@ from ingot.training.device import autocast
 from ingot.training.step import to_device
 
 if TYPE_CHECKING:
-    from ingot.parallel.parallelize import Spread
+    from ingot.parallel.executors.distributed import Spread
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ingot.errors import ConfigError
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
 from ingot.launch.supervisor.restart_policy import read_history
-from ingot.parallel.memory_estimate import choose_layout
+from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.training.runtime.run_files import METRICS
 
 DOWN = "down"  # in the launch folder, written by the job script
@@ -45,7 +45,7 @@ def place_training(
     spec = make_spec(values)
     world = spec.processes * spec.nodes
     batch = config.global_train_batch_size
-    layout, why = choose_layout(config.parallel, world, config.model, batch, config.work, node=spec.processes)
+    layout, why = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), node=spec.processes)
     notes.append(f"{spec.nodes} nodes x {spec.processes} processes, {layout}: {why}")
     return spec, notes
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ingot.config.base import Section, impossible
+from ingot.config.base import Section, rule_error
 from ingot.config.load import validate
 from ingot.config.secrets import NAMES, SHORTEST
 from ingot.errors import ConfigError
@@ -124,16 +124,16 @@ class LaunchSpec(Section):
     def _check(self) -> "LaunchSpec":
         for name, value in {"image": self.image or "", **{f"env.{k}": v for k, v in self.env.items()}}.items():
             if re.search(r"[\x00-\x1f\x7f]", value):
-                raise impossible(name.partition(".")[0], f"{name} has a control character in it")
+                raise rule_error(name.partition(".")[0], f"{name} has a control character in it")
         for name, value in self.env.items():
             if NAMES.search(name) and len(value) >= SHORTEST:
-                raise impossible("env", f"{name} looks like a secret, and would be written down; use --secret {name}")
+                raise rule_error("env", f"{name} looks like a secret, and would be written down; use --secret {name}")
         if self.image is not None and not re.fullmatch(r"[A-Za-z0-9/][A-Za-z0-9_.+:@#/-]*", self.image):
-            raise impossible("image", f"{self.image[:60]!r} is neither a path nor an image name")
+            raise rule_error("image", f"{self.image[:60]!r} is neither a path nor an image name")
         if self.stage is not None and not (self.image or "").startswith("/"):
-            raise impossible("stage", "only a squash file, an --image that is a path, can be copied to the nodes")
+            raise rule_error("stage", "only a squash file, an --image that is a path, can be copied to the nodes")
         if any("\x00" in argument for argument in self.arguments):
-            raise impossible("arguments", "an argument has a NUL character in it")
+            raise rule_error("arguments", "an argument has a NUL character in it")
         return self
 
     @property

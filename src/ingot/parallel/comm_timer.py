@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as functional
 _PLACES: list[tuple[Any, str]] = [(dist.Work, "wait"), (functional, "wait_tensor"), (torch.cuda.Stream, "wait_event")]
 
 
-class CommunicationClock:
+class CommTimer:
     """Runs between `start` and `stop`; `seconds` is what it has counted since it was started last."""
 
     def __init__(self, device: torch.device):

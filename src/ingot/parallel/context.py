@@ -12,13 +12,13 @@ from torch import Tensor
 from ingot.model.attention import AlibiAttend, Attend, SdpaAttend
 from ingot.model.gpt import GPT
 from ingot.parallel.collectives import all_gather
-from ingot.parallel.mesh import Mesh
+from ingot.parallel.mesh import ParallelMesh
 
 
 class SequenceCut:
     """Which tokens of a sequence are a process's own."""
 
-    def __init__(self, mesh: Mesh, seq_len: int):
+    def __init__(self, mesh: ParallelMesh, seq_len: int):
         parts = mesh.layout.context
         chunk = seq_len // (2 * parts)
         tokens = torch.arange(seq_len, device=mesh.device).view(2 * parts, chunk)
@@ -35,7 +35,7 @@ class SequenceCut:
 class GatheredAttend:
     """Attention of a process's two chunks over the keys and values of all processes."""
 
-    def __init__(self, cut: SequenceCut, mesh: Mesh, chunks: list[SdpaAttend]):
+    def __init__(self, cut: SequenceCut, mesh: ParallelMesh, chunks: list[SdpaAttend]):
         assert mesh.context is not None
         self.cut, self.group, self.chunks = cut, mesh.context.get_group(), chunks
 
@@ -51,7 +51,9 @@ class GatheredAttend:
         return all_gather(x, 2, self.group).index_select(2, self.cut.order)
 
 
-def replace_attention(gpt: GPT, mesh: Mesh, cut: SequenceCut | None, kernel: str, seq_len: int, heads: slice) -> None:
+def replace_attention(
+    gpt: GPT, mesh: ParallelMesh, cut: SequenceCut | None, kernel: str, seq_len: int, heads: slice
+) -> None:
     """Let a model attend with its own heads only, and over the context axis if there is one."""
     alibi = AlibiAttend(gpt.config, seq_len, mesh.device, heads) if kernel == "triton" and cut is None else None
 

@@ -9,12 +9,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ingot.model.gpt import GPT
-from ingot.parallel.mesh import Mesh
+from ingot.parallel.mesh import ParallelMesh
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
-def shard_data_parallel(root: nn.Module, gpt: GPT, mesh: Mesh, precision: str, reshard_after_forward: bool) -> None:
+def shard_data_parallel(
+    root: nn.Module, gpt: GPT, mesh: ParallelMesh, precision: str, reshard_after_forward: bool
+) -> None:
     """Shard every block of `gpt` on its own and what is left (embeddings, last norm, head) with `root`.
 
     Blocks gather their weights in the run's precision; embeddings in fp32, so that the residual stream starts in fp32

@@ -9,15 +9,17 @@ import itertools
 from dataclasses import astuple, dataclass, fields
 
 from ingot.config.model import ModelConfig
+from ingot.config.parallel import ParallelConfig
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.layout import STAGES_PER_RANK, Layout, ParallelConfig, complete_layout
+from ingot.parallel.layout import STAGES_PER_RANK, Layout, complete_layout
 
 USABLE = 0.9  # of a device's memory: the rest is for kernels, communication buffers and fragments
 OPTIMIZER_BYTES = {"lion": 4, "muon": 4}  # per hidden weight in fp32; AdamW keeps two moments
 
 
 @dataclass(frozen=True)
-class Work:
+class StepShape:
     """What a process does at a time, as far as memory is concerned."""
 
     seq_len: int
@@ -26,9 +28,17 @@ class Work:
     recompute: str | None = None
     optimizer: str = "adamw"
 
+    @classmethod
+    def of(cls, config: RunConfig) -> "StepShape":
+        """What a process of a run computes at a time: the microbatch, or where that is chosen later a single sequence;
+        and where recomputation is chosen later, all of it."""
+        micro = 1 if config.device_train_microbatch_size == "auto" else config.device_train_microbatch_size
+        recompute = "full" if config.activation_checkpointing == "auto" else config.recompute
+        return cls(config.max_seq_len, micro, config.precision, recompute, config.optimizer.name)
+
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryEstimate:
     """Bytes of one process at the peak of a step."""
 
     weights: float
@@ -54,7 +64,7 @@ class Needs:
         return f"{self.total / 2**30:.1f} GiB ({parts})"
 
 
-def memory_needs(m: ModelConfig, layout: Layout, parallel: ParallelConfig, work: Work) -> Needs:
+def estimate_memory(m: ModelConfig, layout: Layout, parallel: ParallelConfig, work: StepShape) -> MemoryEstimate:
     """The bytes that the process with most of them needs."""
     t, p, sharers = layout.tensor, layout.pipeline, layout.shard * layout.context
     layers = -(-m.n_layers // p)
@@ -84,7 +94,7 @@ def memory_needs(m: ModelConfig, layout: Layout, parallel: ParallelConfig, work:
     blocks = half * block * (2 if reshard else layers) + (half + 4) * block
     logits = 12 * m.vocab_rows / t * tokens
     backward = (again + 2 * residual + half * (f * (2 if gated else 1) + 3 * heads) / t) * tokens + 4 * ends
-    return Needs(
+    return MemoryEstimate(
         weights=4 * own,
         gradients=4 * own,
         optimizer=hidden * OPTIMIZER_BYTES.get(work.optimizer, 8)
@@ -100,7 +110,7 @@ def choose_layout(
     world: int,
     model: ModelConfig,
     batch: int,
-    work: Work,
+    work: StepShape,
     memory: int | None = None,
     node: int | None = None,
 ) -> tuple[Layout, str]:
@@ -118,7 +128,7 @@ def choose_layout(
     axes = [axis for axis in free if getattr(config, axis) == "auto"]
     options = itertools.product(*([n for n in free[axis] if world % n == 0] for axis in axes))
     impossible: ConfigError | None = None
-    smallest: tuple[Needs, Layout] | None = None
+    smallest: tuple[MemoryEstimate, Layout] | None = None
     for degrees in options:
         try:
             asked = config.model_copy(update=dict(zip(axes, degrees, strict=True)))
@@ -128,7 +138,7 @@ def choose_layout(
             continue
         if memory is None or world == 1:
             return layout, why
-        needs = memory_needs(model, layout, config, work)
+        needs = estimate_memory(model, layout, config, work)
         figures = f"about {needs} of {memory / 2**30:.0f} GiB per device with a microbatch of {work.micro}"
         if needs.total <= USABLE * memory:
             tried = f"; {smallest[1]} would need {smallest[0].total / 2**30:.1f} GiB" if smallest else ""

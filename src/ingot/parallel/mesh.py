@@ -17,7 +17,7 @@ GRID = ("pipeline", "replicate", "shard", "tensor")
 _LIVES = itertools.count()  # of meshes in this process
 
 
-class Mesh:
+class ParallelMesh:
     """A layout laid over the processes of a run, seen from one of them."""
 
     def __init__(self, layout: Layout, device: torch.device):

@@ -20,7 +20,7 @@ from ingot.parallel.context import SequenceCut
 from ingot.parallel.dtensor import local
 from ingot.parallel.fsdp import DTYPES
 from ingot.parallel.layout import STAGES_PER_RANK
-from ingot.parallel.mesh import Mesh
+from ingot.parallel.mesh import ParallelMesh
 
 SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
@@ -63,7 +63,7 @@ def keep_stage(gpt: GPT, stage: int, stages: int) -> None:
             gpt._modules["head"] = None
 
 
-class Stage(nn.Module):
+class ModelStage(nn.Module):
     """A range of layers: tokens or hidden states in, hidden states or the loss [1] out."""
 
     def __init__(self, gpt: GPT, index: int, count: int, positions: Tensor, precision: str):
@@ -91,7 +91,7 @@ class _TorchStage(PipelineStage):
 class Pipeline:
     """The stages of this process and the schedules that run them."""
 
-    def __init__(self, stages: list[Stage], schedule: str, mesh: Mesh, cut: SequenceCut | None):
+    def __init__(self, stages: list[ModelStage], schedule: str, mesh: ParallelMesh, cut: SequenceCut | None):
         self.stages, self.schedule, self.mesh, self.cut = stages, schedule, mesh, cut
         self.count = mesh.layout.pipeline * STAGES_PER_RANK[schedule]
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)

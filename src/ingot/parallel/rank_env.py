@@ -13,7 +13,7 @@ STORE_FD = "INGOT_STORE_FD"  # rank 0 of our own launcher: the descriptor of a s
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnv:
     """A process among the processes of a run."""
 
     rank: int = 0
@@ -24,7 +24,7 @@ class Place:
     port: int = DEFAULT_PORT
 
 
-def find_place(env: Mapping[str, str] = os.environ) -> Place:
+def find_rank_env(env: Mapping[str, str] = os.environ) -> RankEnv:
     """The place of this process; alone in its world if nothing says otherwise."""
     if "RANK" in env and "WORLD_SIZE" in env:
         names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
@@ -34,7 +34,7 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
         hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
         address = env.get("MASTER_ADDR") or first_host(hosts) or "127.0.0.1"
     else:
-        return Place()
+        return RankEnv()
     number = {field: _integer(env, name) for field, name in names.items() if name in env}
     if match := re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", "")):  # such as 8(x4); torchrun says its own
         number.setdefault("local_world", int(match[0]))
@@ -42,7 +42,7 @@ def find_place(env: Mapping[str, str] = os.environ) -> Place:
     port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
     if "SLURM_JOB_ID" in env and "MASTER_PORT" not in env:
         port = 20000 + _integer(env, "SLURM_JOB_ID") % 10000
-    place = Place(**number, address=address, port=port)
+    place = RankEnv(**number, address=address, port=port)
     if not 0 <= place.rank < place.world:
         raise ConfigError(f"{names['rank']}={place.rank} is no rank of a world of {place.world} ({names['world']})")
     return place

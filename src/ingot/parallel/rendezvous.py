@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.errors import ConfigError, IngotError
-from ingot.parallel.rank_env import STORE_FD, Place
+from ingot.parallel.rank_env import STORE_FD, RankEnv
 
 POLL = timedelta(seconds=1)
 
@@ -29,7 +29,7 @@ class WorldError(IngotError):
 class World:
     """The processes of a run, joined."""
 
-    place: Place
+    place: RankEnv
     store: dist.Store
     timeout: timedelta
 
@@ -69,7 +69,7 @@ class World:
             ) from None
 
 
-def join_world(place: Place, device: torch.device, timeout_seconds: float) -> World:
+def join_world(place: RankEnv, device: torch.device, timeout_seconds: float) -> World:
     """Meet the other processes, make sure that all are there and count the same, and start torch's collectives."""
     timeout = timedelta(seconds=timeout_seconds)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent already serves the store

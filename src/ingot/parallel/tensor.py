@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from ingot.model.gpt import GPT, IGNORE
 from ingot.parallel.collectives import all_gather, all_reduce, reduce_scatter, shared, sum_over
-from ingot.parallel.mesh import Mesh
+from ingot.parallel.mesh import ParallelMesh
 
 BLOCK = {
     "norm_1": SequenceParallel(),
@@ -40,7 +40,7 @@ ENDS = {
 }
 
 
-def shard_tensors(gpt: GPT, mesh: Mesh) -> None:
+def shard_tensors(gpt: GPT, mesh: ParallelMesh) -> None:
     """Cut a model's matrices, and let its loss work on a part of the vocabulary."""
     present = dict(gpt.named_modules())
     parallelize_module(gpt, mesh.tensor, {name: style for name, style in ENDS.items() if name in present})
@@ -65,7 +65,7 @@ class _Embedding(nn.Module):
 
     weight: Any
 
-    def __init__(self, whole: Any, mesh: Mesh):
+    def __init__(self, whole: Any, mesh: ParallelMesh):
         super().__init__()
         self.weight = nn.Parameter(distribute_tensor(whole.weight, mesh.tensor, [Shard(0)]))
         self.group, self.rank = mesh.tensor.get_group(), mesh.tensor_rank
@@ -86,7 +86,7 @@ class _HeadNorm(nn.Module):
     weight: Any
     bias: Any
 
-    def __init__(self, norm: Any, mesh: Mesh, each: bool):
+    def __init__(self, norm: Any, mesh: ParallelMesh, each: bool):
         super().__init__()
         self.group, self.ranks, self.each = mesh.tensor.get_group(), 1 if each else mesh.layout.tensor, each
         self.centred, self.eps = isinstance(norm, nn.LayerNorm), float(norm.eps)
@@ -111,13 +111,13 @@ class _HeadNorm(nn.Module):
         return shared(parameter.to_local(), self.group) if self.each else parameter.to_local()
 
 
-def own_heads(gpt: GPT, mesh: Mesh) -> slice:
+def own_heads(gpt: GPT, mesh: ParallelMesh) -> slice:
     """The query heads that this process computes."""
     per_rank = gpt.config.n_heads // mesh.layout.tensor
     return slice(per_rank * mesh.tensor_rank, per_rank * (mesh.tensor_rank + 1))
 
 
-def vocabulary_parallel_loss(gpt: GPT, mesh: Mesh, hidden: Tensor, labels: Tensor) -> Tensor:
+def vocabulary_parallel_loss(gpt: GPT, mesh: ParallelMesh, hidden: Tensor, labels: Tensor) -> Tensor:
     """The summed cross-entropy of hidden [B, T/tensor, d] and labels [B, T], equal on all processes of the axis."""
     group = mesh.tensor.get_group()
     hidden = all_gather(hidden, 1, group)  # [B, T, d]

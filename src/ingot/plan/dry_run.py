@@ -19,10 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ingot.config.model import ModelConfig
+from ingot.config.parallel import ParallelConfig
 from ingot.errors import ConfigError
 from ingot.parallel.dtensor import local
-from ingot.parallel.layout import Layout, ParallelConfig
-from ingot.parallel.parallelize import Spread, spread_model
+from ingot.parallel.executors.distributed import Spread
+from ingot.parallel.layout import Layout
+from ingot.parallel.parallelize import spread_model
 
 
 def dry_run(

@@ -14,7 +14,7 @@ TORCH_TESTED = ((2, 11), (2, 13))
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the doctor's table. `state` is ok, warn (works without) or fail (must be mended)."""
 
     what: str
@@ -23,58 +23,62 @@ class Finding:
     fix: str = ""
 
 
-def examine(folder: str = ".") -> list[Finding]:
+def examine(folder: str = ".") -> list[CheckResult]:
     """Look at everything a run depends on."""
     findings = [_python(), *_torch(), _disk(folder)]
     for extra, requirements in EXTRAS.items():
         modules = [requirement.partition(">")[0] for requirement in requirements]
         if missing := [module for module in modules if find_spec(module) is None]:
-            findings.append(Finding(f"extra {extra}", "warn", f"{' and '.join(missing)} not installed", install(extra)))
+            findings.append(
+                CheckResult(f"extra {extra}", "warn", f"{' and '.join(missing)} not installed", install(extra))
+            )
         else:
             versions = ", ".join(f"{module} {metadata.version(module)}" for module in modules)
-            findings.append(Finding(f"extra {extra}", "ok", versions))
+            findings.append(CheckResult(f"extra {extra}", "ok", versions))
     return findings
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     version = platform.python_version()
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    return Finding("python", "ok" if good else "fail", version, "" if good else "use Python 3.11 or 3.12")
+    return CheckResult("python", "ok" if good else "fail", version, "" if good else "use Python 3.11 or 3.12")
 
 
-def _torch() -> list[Finding]:
+def _torch() -> list[CheckResult]:
     try:
         import torch
     except ImportError as error:
-        return [Finding("torch", "fail", str(error), "pip install 'torch>=2.11,<2.14'")]
+        return [CheckResult("torch", "fail", str(error), "pip install 'torch>=2.11,<2.14'")]
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     good = TORCH_TESTED[0] <= version <= TORCH_TESTED[1]
     findings = [
-        Finding("torch", "ok" if good else "warn", torch.__version__, "" if good else "pip install 'torch>=2.11,<2.14'")
+        CheckResult(
+            "torch", "ok" if good else "warn", torch.__version__, "" if good else "pip install 'torch>=2.11,<2.14'"
+        )
     ]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory = properties.total_memory / 2**30
             findings.append(
-                Finding(f"GPU {index}", "ok", f"{properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}")
+                CheckResult(f"GPU {index}", "ok", f"{properties.name}, {memory:.0f} GiB, CUDA {torch.version.cuda}")
             )
     elif shutil.which("nvidia-smi"):
         findings.append(
-            Finding("GPU", "fail", "the driver is there, but this torch cannot use it",
+            CheckResult("GPU", "fail", "the driver is there, but this torch cannot use it",
                     "pip install --force-reinstall 'torch>=2.11,<2.14'")
         )  # fmt: skip
     else:
         threads = torch.get_num_threads()
         findings.append(
-            Finding("GPU", "warn", f"none; runs use the CPU with {threads} threads", "use a machine with a GPU")
+            CheckResult("GPU", "warn", f"none; runs use the CPU with {threads} threads", "use a machine with a GPU")
         )
     findings.append(_attention(torch.cuda.is_available()))
     findings.append(_compiler())
     return findings
 
 
-def _attention(cuda: bool) -> Finding:
+def _attention(cuda: bool) -> CheckResult:
     """Run the kernels for real: a build of torch may have them and the machine may not."""
     import torch
     import torch.nn.functional as F
@@ -85,26 +89,30 @@ def _attention(cuda: bool) -> Finding:
         F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
         torch.optim.AdamW([q], fused=True).step()
     except RuntimeError as error:
-        return Finding("kernels", "fail", f"attention or fused AdamW: {str(error).splitlines()[0]}", "reinstall torch")
-    return Finding("kernels", "ok", f"attention forward and backward and fused AdamW ran on {device}")
+        return CheckResult(
+            "kernels", "fail", f"attention or fused AdamW: {str(error).splitlines()[0]}", "reinstall torch"
+        )
+    return CheckResult("kernels", "ok", f"attention forward and backward and fused AdamW ran on {device}")
 
 
-def _compiler() -> Finding:
+def _compiler() -> CheckResult:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler:
-        return Finding("torch.compile", "ok", f"C++ compiler {compiler}")
-    return Finding("torch.compile", "warn", "no C++ compiler; compile=true fails on a CPU", "apt-get install g++")
+        return CheckResult("torch.compile", "ok", f"C++ compiler {compiler}")
+    return CheckResult("torch.compile", "warn", "no C++ compiler; compile=true fails on a CPU", "apt-get install g++")
 
 
-def _disk(folder: str) -> Finding:
+def _disk(folder: str) -> CheckResult:
     path = Path(folder).resolve()
     try:
         probe = path / ".ingot-doctor"
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        return Finding("disk", "fail", f"{path} cannot be written: {error.strerror}", "run from a folder that you own")
+        return CheckResult(
+            "disk", "fail", f"{path} cannot be written: {error.strerror}", "run from a folder that you own"
+        )
     free = shutil.disk_usage(path).free / 1e9
-    return Finding(
+    return CheckResult(
         "disk", "ok" if free > 5 else "warn", f"{free:.0f} GB free here", "" if free > 5 else "free some space"
     )

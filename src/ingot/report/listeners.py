@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ingot.config.run import RunConfig
-from ingot.parallel.rank_env import ATTEMPT, find_place
+from ingot.parallel.rank_env import ATTEMPT, find_rank_env
 from ingot.report.console import Console
 from ingot.report.metrics_file import MetricsFile
 from ingot.report.rank_log import RankLog
 from ingot.report.tensorboard import TensorBoard
-from ingot.training.listener import Reporter, Row
+from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.lease import clear_stop_request
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Reporters:
     """Several listeners as one."""
 
-    def __init__(self, listeners: list[Reporter]):
+    def __init__(self, listeners: list[RunListener]):
         self.listeners = listeners
 
     def note(self, text: str) -> None:
@@ -56,10 +56,10 @@ class Reporters:
 
 def train(config: RunConfig, fresh: bool = False) -> "Result":
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    rank = find_place().rank
+    rank = find_rank_env().rank
     if rank == 0 and ATTEMPT not in os.environ:  # else our launcher has done that, before it started this process
         clear_stop_request(Path(config.run_folder))
-    listeners: list[Reporter] = []
+    listeners: list[RunListener] = []
     if rank == 0:
         listeners.append(MetricsFile(config.run_folder))
         if config.loggers.tensorboard is not None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ingot.checkpoint.async_writer import Saver
-from ingot.checkpoint.coordinator import Ranks
+from ingot.checkpoint.async_writer import AsyncWriter
+from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.location import find_places, is_url
+from ingot.checkpoint.location import find_checkpoints, is_url
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MAX_MANIFEST_BYTES,
@@ -27,44 +27,44 @@ from ingot.checkpoint.remote_copy import Uploader, fetch, newest_good
 from ingot.checkpoint.safetensors_file import DTYPES
 from ingot.checkpoint.save_plan import Tensors
 from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DiskError, disk_error
 from ingot.parallel.dtensor import local
 from ingot.parallel.rendezvous import World
-from ingot.training.listener import Reporter
+from ingot.training.listener import RunListener
 from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.run_files import FINISHED, METRICS
 
 if TYPE_CHECKING:
-    from ingot.parallel.parallelize import Spread
+    from ingot.parallel.executors.distributed import Spread
 
 SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
 ESTIMATE_MARGIN = 1.25  # of the manifest's size: the write checks the true one
 PATIENCE = 30.0  # seconds for a save in flight when a run fails
 
 
-class Saving:
+class Checkpointer:
     """The checkpoints of a run that is going on."""
 
     def __init__(
         self,
         config: RunConfig,
-        clock: Clock,
+        clock: BatchClock,
         names: dict[Tensor, str],
         shapes: dict[str, tuple[int, ...]],
         optimizer: Optimizer,
-        reporter: Reporter,
+        reporter: RunListener,
         world: World | None,
         spread: "Spread | None",
     ):
         self.config, self.names, self.shapes, self.optimizer = config, names, shapes, optimizer
         self.reporter, self.spread = reporter, spread
         self.folder = Path(config.run_folder)
-        self.ranks = Ranks(world, "resume")
+        self.ranks = Coordinator(world, "resume")
         self.stages = spread.mesh.layout.pipeline if spread is not None else 1
         self.full = config.state_dict_type == "full"
-        self.saver = Saver(self.folder, world, self.full)
+        self.saver = AsyncWriter(self.folder, world, self.full)
         self.saver.after = self._saved
         self.uploader: Uploader | None = None
         if config.remote_folder is not None:
@@ -209,7 +209,7 @@ class Saving:
         """Start from the weights of another run, checkpoint or Hugging Face folder, which may be at a URL."""
         draft = self.folder / CHECKPOINTS / f"{DRAFT}load"
         if is_url(path):
-            places = find_places(path)
+            places = find_checkpoints(path)
             if not places:
                 raise CheckpointError(f"{path} holds no checkpoint")
             tensors: TensorReader = CheckpointTensors(fetch(places[-1], draft, self.ranks, [MODEL]))
@@ -227,7 +227,7 @@ class Saving:
     def start_over(self) -> None:
         """Forget what an earlier run left at the URL, as it was forgotten here."""
         if self.uploader is not None and self.ranks.first:
-            self.uploader.remove([place.step for place in find_places(self.uploader.remote)])
+            self.uploader.remove([place.step for place in find_checkpoints(self.uploader.remote)])
 
     def load(self, manifest: Manifest) -> None:
         """Put weights, and where there is one the state of training, back where they belong."""

@@ -25,7 +25,7 @@ class CorruptReplica(IngotError):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Anomaly:
     """Something wrong with a batch."""
 
     batch: int
@@ -59,7 +59,7 @@ class Guard:
         self.losses.extend(losses)
         self.pending.clear()
 
-    def look(self, batch: int, loss: Tensor, norm: Tensor) -> Finding | None:
+    def look(self, batch: int, loss: Tensor, norm: Tensor) -> Anomaly | None:
         """Take the numbers of a step; gives what is wrong with it, or on a GPU with the one before it."""
         if self.total_loss is not None:
             loss = self.total_loss(loss)
@@ -72,7 +72,7 @@ class Guard:
         self.pending.append((batch, pair, event))
         return self.settle(0 if event is None or self.waits else 1)
 
-    def settle(self, left: int = 0) -> Finding | None:
+    def settle(self, left: int = 0) -> Anomaly | None:
         """Judge all but the last so many steps; gives the first finding."""
         while len(self.pending) > left:
             batch, pair, event = self.pending.popleft()
@@ -82,11 +82,11 @@ class Guard:
                 return finding
         return None
 
-    def _judge(self, batch: int, loss: float, norm: float) -> Finding | None:
+    def _judge(self, batch: int, loss: float, norm: float) -> Anomaly | None:
         # with fp16 an overflowing gradient is the scaler's daily bread
         if not math.isfinite(loss) or (not math.isfinite(norm) and not self.scaled):
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-            return Finding(batch, what, self.config.non_finite)
+            return Anomaly(batch, what, self.config.non_finite)
         if self.config.spike == "ignore":
             return None
         if len(self.losses) >= max(8, self.config.spike_window // 4):
@@ -95,6 +95,6 @@ class Guard:
             score = (loss - middle) / max(spread, 1e-3 * abs(middle), 1e-12)
             if score > self.config.spike_threshold:
                 what = f"the loss jumped to {loss:.4f}, {score:.1f} robust deviations above {middle:.4f},"
-                return Finding(batch, what, self.config.spike)
+                return Anomaly(batch, what, self.config.spike)
         self.losses.append(loss)
         return None

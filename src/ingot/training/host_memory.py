@@ -7,7 +7,7 @@ from pathlib import Path
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.parallel.layout import Layout
-from ingot.parallel.memory_estimate import memory_needs
+from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
 GIB = 2**30
 
@@ -16,9 +16,9 @@ def check_host_memory(config: RunConfig, layout: Layout, processes: int, availab
     """Refuse what `processes` of this machine cannot hold together: at the least weights, gradients, the optimizer's
     state, and the activations of one sequence each. Nothing is added for buffers, so what fits is never refused."""
     available = available_memory() if available is None else available
-    recompute = "full" if isinstance(config.activation_checkpointing, float) else config.work.recompute
-    work = replace(config.work, micro=1, recompute=recompute)
-    whole = memory_needs(config.model, Layout(), config.parallel, work)  # of the model in one piece
+    recompute = "full" if isinstance(config.activation_checkpointing, float) else StepShape.of(config).recompute
+    work = replace(StepShape.of(config), micro=1, recompute=recompute)
+    whole = estimate_memory(config.model, Layout(), config.parallel, work)  # of the model in one piece
     state, activations = processes * layout.replicate / layout.size, processes * layout.data / layout.size
     parts = {"weights": whole.weights * state, "gradients": whole.gradients * state,
              "optimizer": whole.optimizer * state, "activations": whole.activations * activations}  # fmt: skip

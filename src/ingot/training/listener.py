@@ -9,7 +9,7 @@ from typing import Any, Protocol
 Row = dict[str, float]
 
 
-class Reporter(Protocol):
+class RunListener(Protocol):
     """A listener of a run."""
 
     def note(self, text: str) -> None:

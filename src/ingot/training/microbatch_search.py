@@ -21,13 +21,13 @@ from ingot.errors import ConfigError
 from ingot.parallel.dtensor import local
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import USABLE as ESTIMATED
-from ingot.parallel.memory_estimate import memory_needs
+from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.training.device import autocast
 from ingot.training.oom import OutOfMemory
 from ingot.training.runtime.run_files import MICROBATCH
 
 if TYPE_CHECKING:
-    from ingot.parallel.parallelize import Spread
+    from ingot.parallel.executors.distributed import Spread
 
 CPU_TOKENS = 4096  # beyond this a CPU gains nothing and its caches lose
 GPU_TOKENS = 65536  # and beyond this a GPU
@@ -51,8 +51,8 @@ def choose_recompute(config: RunConfig, layout: Layout, memory: int | None) -> t
     for kind in KINDS:
         if kind == "selective" and split:  # which torch cannot do
             continue
-        work = replace(config.work, micro=micro, recompute=kind)
-        needs = memory_needs(config.model, layout, config.parallel, work).total
+        work = replace(StepShape.of(config), micro=micro, recompute=kind)
+        needs = estimate_memory(config.model, layout, config.parallel, work).total
         figures = f"about {needs / 2**30:.1f} of {memory / 2**30:.0f} GiB per device with a microbatch of {micro}"
         if needs <= ESTIMATED * memory:
             return kind, f"the least that leaves room for {micro * config.max_seq_len:,} tokens: {figures}"

@@ -25,7 +25,7 @@ STACK_ELEMENTS = 1 << 27  # of matrices that Muon works on at a time: a quarter 
 LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}  # as dashboards know them
 
 
-class Part:
+class ParamGroupOptimizer:
     """Groups of parameters with settings of their own, and the state of each parameter: tensors by name."""
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any):
@@ -50,7 +50,7 @@ class Part:
         return [local(self.state[p][key]) for p in parameters]
 
 
-class AdamW(Part):
+class AdamW(ParamGroupOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019). Its kernel reads `overflow` by itself."""
 
     def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
@@ -69,7 +69,7 @@ class AdamW(Part):
             torch._foreach_sub_(steps, [overflow] * len(steps))
 
 
-class Lion(Part):
+class Lion(ParamGroupOptimizer):
     """Sign of an interpolated momentum (Chen et al. 2023), weight decay scaled by the caller."""
 
     def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
@@ -84,7 +84,7 @@ class Lion(Part):
         torch._foreach_lerp_(momenta, grads, 1 - beta2)
 
 
-class Muon(Part):
+class Muon(ParamGroupOptimizer):
     """Momentum made orthogonal (Jordan et al. 2024), scaled to AdamW's update size (Liu et al. 2025), so that one
     learning rate serves both. The processes that share the matrices of a spread model each work on some of them."""
 
@@ -133,7 +133,7 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, names: dict[Tensor, str]):
         """`names` holds the parameters of this process with the names that they have in the whole model."""
         self.config, self.names = config, names
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ParamGroupOptimizer] = {}
         self.before_step: Callable[[], None] = lambda: None  # whoever reads weights in the background is done then
         hidden = {p: name for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay

@@ -6,11 +6,11 @@ starts where it ends.
 
 import math
 
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.run import SchedulerConfig
 
 
-def lr_multiplier(config: SchedulerConfig, clock: Clock, batch: int) -> float:
+def lr_multiplier(config: SchedulerConfig, clock: BatchClock, batch: int) -> float:
     """Fraction of the peak learning rate for the step that follows `batch` finished ones."""
     warmup = clock.batches(config.t_warmup)
     if batch < warmup:
@@ -19,7 +19,7 @@ def lr_multiplier(config: SchedulerConfig, clock: Clock, batch: int) -> float:
     return max(config.floor, _after_warmup(config, clock, batch, warmup))
 
 
-def _after_warmup(config: SchedulerConfig, clock: Clock, batch: int, warmup: float) -> float:
+def _after_warmup(config: SchedulerConfig, clock: BatchClock, batch: int, warmup: float) -> float:
     final = config.alpha_f
     end = clock.batches(config.t_max)
     match config.name:

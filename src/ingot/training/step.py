@@ -20,7 +20,7 @@ from ingot.training.loss_scale import LossScale
 from ingot.training.optimizer import Optimizer, clip_gradients
 
 if TYPE_CHECKING:
-    from ingot.parallel.parallelize import Spread
+    from ingot.parallel.executors.distributed import Spread
     from ingot.training.cuda_graph import MicrobatchGraph
 
 

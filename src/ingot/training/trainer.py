@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ingot.checkpoint.location import is_url
 from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import clear_drafts
-from ingot.config.durations import Clock
+from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
-from ingot.data.loading.batch_loader import Batch, Loader
+from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import Dataset, open_dataset
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, ConfigError
@@ -30,16 +30,16 @@ from ingot.evaluation.validation import Evaluation, evaluate
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token, parameter_shapes
 from ingot.model.init import build_model
-from ingot.parallel.memory_estimate import choose_layout
-from ingot.parallel.rank_env import find_place
+from ingot.parallel.memory_estimate import StepShape, choose_layout
+from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
 from ingot.training import device as devices
-from ingot.training.checkpointer import SAVED_STEP, Saving
+from ingot.training.checkpointer import SAVED_STEP, Checkpointer
 from ingot.training.cuda_graph import check_graph, choose_graph
 from ingot.training.fingerprint import code_hash, config_hash
-from ingot.training.guards import CorruptReplica, Finding, Guard
+from ingot.training.guards import Anomaly, CorruptReplica, Guard
 from ingot.training.host_memory import check_host_memory
-from ingot.training.listener import Reporter, Row
+from ingot.training.listener import Row, RunListener
 from ingot.training.microbatch_search import choose_microbatch, choose_recompute, remember_too_much
 from ingot.training.oom import OutOfMemory, is_out_of_memory
 from ingot.training.optimizer import Optimizer
@@ -56,8 +56,8 @@ from ingot.training.throughput import StragglerWatch, Window
 from ingot.version import __version__
 
 if TYPE_CHECKING:
-    from ingot.parallel.comm_timer import CommunicationClock
-    from ingot.parallel.parallelize import Spread
+    from ingot.parallel.comm_timer import CommTimer
+    from ingot.parallel.executors.distributed import Spread
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Result:
     stopped: str = ""  # why it stopped before its end; empty if it has finished
 
 
-def train(config: RunConfig, reporter: Reporter, fresh: bool = False) -> Result:
+def train(config: RunConfig, reporter: RunListener, fresh: bool = False) -> Result:
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
     with ExitStack() as cleanup:
         cleanup.callback(reporter.end)
@@ -83,17 +83,17 @@ def train(config: RunConfig, reporter: Reporter, fresh: bool = False) -> Result:
 class Trainer:
     """Everything that a run needs, built and checked before the first step."""
 
-    def __init__(self, config: RunConfig, reporter: Reporter, cleanup: ExitStack, fresh: bool = False):
+    def __init__(self, config: RunConfig, reporter: RunListener, cleanup: ExitStack, fresh: bool = False):
         self.config, self.reporter = config, reporter
         self.heartbeat = Heartbeat(config.hang_timeout)
         self.folder = Path(config.run_folder)
         self.stop = StopRequest(self.folder, config.max_wall_time.seconds if config.max_wall_time else None)
         cleanup.callback(self.stop.close)
         # Whatever can be wrong with the input is found before the run folder is touched.
-        place = find_place()
+        place = find_rank_env()
         self.device, why = devices.choose_device(config, place.local_rank)
         self.layout, layout_why = choose_layout(
-            config.parallel, place.world, config.model, config.global_train_batch_size, config.work,
+            config.parallel, place.world, config.model, config.global_train_batch_size, StepShape.of(config),
             devices.device_memory(self.device), place.local_world,
         )  # fmt: skip
         if self.device.type == "cpu":  # before the processes meet, so before any of them takes memory
@@ -108,7 +108,9 @@ class Trainer:
         self.data = open_dataset(config.sources.train, *asked)
         self.eval_data = open_dataset(config.sources.eval, *asked) if config.sources.eval else None
         self.tokenizer = _find_tokenizer(config, self.data)
-        self.clock = Clock(config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration)
+        self.clock = BatchClock(
+            config.global_train_batch_size, config.max_seq_len, self.data.samples, config.max_duration
+        )
         self.total = self.clock.total_batches
         self.batch = 0
         self.train_seconds = 0.0
@@ -155,7 +157,7 @@ class Trainer:
         parameters = config.model.parameters
         reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
         self.optimizer = Optimizer(config.optimizer, self.names)
-        self.saving = Saving(
+        self.saving = Checkpointer(
             config, self.clock, self.names, self.shapes, self.optimizer, reporter, self.world, self.spread
         )
         cleanup.callback(self.saving.close)
@@ -174,14 +176,14 @@ class Trainer:
         self.compiling = compiled  # until the first row, whose time says nothing of the rest
         total_loss = self.spread.total_loss if self.spread is not None else None
         self.guard = Guard(config.guards, total_loss, scaled=config.precision == "fp16")
-        self.finding: Finding | None = None
+        self.finding: Anomaly | None = None
         self.left_out: set[int] = set()  # batches that a guard decided not to train on
-        self.communication: CommunicationClock | None = None
+        self.communication: CommTimer | None = None
         self.stragglers = StragglerWatch()
         if self.spread is not None:
             from ingot.parallel import comm_timer as clock
 
-            self.communication = clock.CommunicationClock(self.device)
+            self.communication = clock.CommTimer(self.device)
             cleanup.callback(self.communication.stop)
         self.samples = SampleLog(self.folder, place.rank, config.loggers.samples)
 
@@ -285,7 +287,7 @@ class Trainer:
         """The batches that are still to come, of each the slice that is this process's."""
         config, source, size = self.config, self.config.sources.train, self.config.global_train_batch_size
         part = self.layout.part(self.spread.mesh.data_rank, size) if self.spread is not None else None
-        loader = Loader(
+        loader = BatchLoader(
             self.data, size, seed=config.order_seed(source), shuffle=source.shuffle,
             prefetch=config.sources.prefetch_batches, part=part,
         )  # fmt: skip
@@ -296,7 +298,7 @@ class Trainer:
         self.finding = self.guard.look(self.batch, loss, norm)
         return self.finding is None
 
-    def _back_after(self, finding: Finding) -> bool:
+    def _back_after(self, finding: Anomaly) -> bool:
         """Deal with a finding by its policy; says whether the run has gone back to a checkpoint."""
         self.finding = None
         if finding.policy == "stop":

@@ -43,10 +43,10 @@ if FAULT and program and socket.gethostname() == FAULT["node"]:
 HOLD = os.environ.get("INGOT_TEST_HOLD")
 if HOLD and "prepare" in sys.orig_argv and "launch" not in sys.orig_argv:
     from ingot.data.prepare import pieces as sources
-    from ingot.data.prepare.worker import Worker
+    from ingot.data.prepare.worker import TokenizeWorker
 
     sources.PIECE_BYTES = 4_000
-    plain_tokenize = Worker.tokenize
+    plain_tokenize = TokenizeWorker.tokenize
     turn = sys.orig_argv[sys.orig_argv.index("--share") + 1].partition("/")[0] if "--share" in sys.orig_argv else ""
     done = []
 
@@ -58,4 +58,4 @@ if HOLD and "prepare" in sys.orig_argv and "launch" not in sys.orig_argv:
                 time.sleep(0.02)
         return plain_tokenize(self, number, *rest)
 
-    Worker.tokenize = tokenize
+    TokenizeWorker.tokenize = tokenize

@@ -61,7 +61,7 @@ def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
     from ingot.launch.jobs import add_job
     from ingot.launch.supervisor.local import run_processes
     from ingot.launch.supervisor.local_ranks import Node
-    from ingot.launch.supervisor.node_agent import Worker
+    from ingot.launch.supervisor.node_agent import NodeAgent
 
     if dry_run:
         print(spec.model_dump_json(indent=1))
@@ -69,7 +69,7 @@ def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
     spec.write()
     run = Path(spec.run_folder)
     add_job(run, "local", str(os.getpid()))
-    os.environ.update(Worker(spec, os.environ).variables())
+    os.environ.update(NodeAgent(spec, os.environ).variables())
     os.chdir(spec.workdir)  # of the command that was first given
     node = Node(spec.processes, spec.processes)
     raise typer.Exit(run_processes([spec.verb, *spec.arguments], node, run))

@@ -27,7 +27,7 @@ class Batch:
     samples: np.ndarray  # int64 [n], sample ids
 
 
-class Loader:
+class BatchLoader:
     """Endless batches over the epochs of a data set."""
 
     def __init__(

@@ -14,7 +14,7 @@ from ingot.config.data import PlaceConfig, SourceConfig
 from ingot.config.load import validate
 from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
-from ingot.data.loading.batch_loader import Loader
+from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import fetch_index, locate, open_dataset, split_folders, tokenizer_folder
 from ingot.data.loading.shard_cache import verify_file
 from ingot.data.loading.token_dataset import IGNORE, Dataset
@@ -100,7 +100,7 @@ def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, b
     dataset, _ = _open(path, split, local, seq_len)
     batch_samples = min(8, dataset.samples)
     started = time.monotonic()
-    loader = Loader(dataset, batch_samples, seed=17, shuffle=True).batches()
+    loader = BatchLoader(dataset, batch_samples, seed=17, shuffle=True).batches()
     try:
         first = next(loader)
         first_seconds = time.monotonic() - started

@@ -32,7 +32,7 @@ SOURCE_SHIFT = 48  # a mixture's sample id: the source above this bit, the sampl
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixtureStage:
     """A stretch of a run with the same shares: where it starts, how far each source had come by then."""
 
     start: int
@@ -45,7 +45,7 @@ class Stage:
         """Samples taken from each source before a position."""
         return self.taken | {name: self.taken[name] + n for name, n in self._since_start(position).items()}
 
-    def at(self, position: int) -> "Stage":
+    def at(self, position: int) -> "MixtureStage":
         """The same stage, told so that nothing before the position need be replayed."""
         if self.rule == "drawn":
             return self
@@ -85,7 +85,7 @@ class Mixture(Dataset):
         self.bytes_per_token = sum(weighted) if all(weighted) else None
         self._announced = range(0)
         shares = dict(zip(self.names, self.shares, strict=True))
-        self.stage = Stage(0, shares, dict.fromkeys(self.names, 0), rule)
+        self.stage = MixtureStage(0, shares, dict.fromkeys(self.names, 0), rule)
 
     def describe(self) -> str:
         lines = [f"mixture of {len(self.names)}: {self.tokens:,} tokens, {self.samples:,} samples of {self.seq_len}"]
@@ -109,13 +109,13 @@ class Mixture(Dataset):
         for name, fingerprint in state["sources"].items():
             if known.get(name, fingerprint) != fingerprint:
                 raise DataError(f"the training data {name} is not what the checkpoint was trained on; put it back")
-        stage = Stage(**state["stage"])
+        stage = MixtureStage(**state["stage"])
         shares = dict(zip(self.names, self.shares, strict=True))
         if (stage.shares, stage.rule) == (shares, self.rule):
             self.stage = replace(stage, shares=shares)  # in this file's order
         else:
             taken = dict.fromkeys(self.names, 0) | stage.taken_at(position)  # one that left may return
-            self.stage = Stage(position, shares, taken, self.rule)
+            self.stage = MixtureStage(position, shares, taken, self.rule)
 
     def taken(self, position: int) -> dict[str, int]:
         return self.stage.taken_at(position)
@@ -162,7 +162,7 @@ class Mixture(Dataset):
 class MixtureOrder(Order):
     """Positions to sample ids through the orders of the sources, from the start of a stage on."""
 
-    def __init__(self, stage: Stage, names: list[str], orders: list[Order]):  # has none of its own to set up
+    def __init__(self, stage: MixtureStage, names: list[str], orders: list[Order]):  # has none of its own to set up
         self.stage, self._names, self.orders = stage, names, orders
 
     def take(self, positions: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from ingot.data.formats.mds_reader import MdsShard, ShardFile, read_index, token
 from ingot.data.loading.mixture import Mixture
 from ingot.data.loading.shard_cache import Cache, Wanted
 from ingot.data.loading.token_dataset import IGNORE as IGNORE
-from ingot.data.loading.token_dataset import Dataset, Meta, Windows
+from ingot.data.loading.token_dataset import Dataset, Meta, TokenDataset
 from ingot.data.prepare.progress import follow
 from ingot.errors import DataError
 from ingot.storage.object_store import Forbidden, Remote
@@ -44,7 +44,7 @@ def open_dataset(
     return Mixture(datasets, weights, source.mix_order)
 
 
-def _open_place(place: PlaceConfig, seq_len: int, vocab_size: int | None) -> Windows:
+def _open_place(place: PlaceConfig, seq_len: int, vocab_size: int | None) -> TokenDataset:
     path = Path(place.path)
     if place.remote is not None:
         kind, path, cache = fetch_index(place.remote, path, place.split, place.cache_limit)
@@ -181,7 +181,9 @@ def split_folders(path: Path) -> set[str]:
     return {p.parent.name for p in (*path.glob("*/index.json"), *path.glob("*/*.idx"))}
 
 
-def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None) -> Windows:
+def _open_mds(
+    folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None
+) -> TokenDataset:
     infos = read_index(folder / "index.json")
     meta = read_meta(folder / "meta.json")
     raw_type = place.token_encoding_type
@@ -217,7 +219,7 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
             if cache is not None:
                 cache.close()
             raise
-    return Windows(
+    return TokenDataset(
         "MDS", place.remote or str(folder), [info.raw.basename for info in infos], tokens, open_shard, seq_len,
         vocab_size,
         dtype=token_dtype(infos, raw_type),
@@ -231,7 +233,7 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: Cache | None, seq_len: in
 
 def _open_indexed(
     prefix: Path, place: PlaceConfig, cache: Cache | None, seq_len: int, vocab_size: int | None
-) -> Windows:
+) -> TokenDataset:
     index = IndexFile(Path(f"{prefix}.idx"))
     bin_path = Path(f"{prefix}.bin")
     found = (cache.remote.size(bin_path.name) or 0) if cache else bin_path.stat().st_size
@@ -258,7 +260,7 @@ def _open_indexed(
         opener = partial(FlatShard, dtype=index.dtype, tokens=sizes[number])
         return cache.open(wanted(number), opener) if cache else opener(bin_path)
 
-    return Windows(
+    return TokenDataset(
         "indexed", where, [bin_path.name] * len(sizes), sizes, open_shard, seq_len, vocab_size,
         dtype=index.dtype,
         identity=[prefix.name, index.tokens, index.digest(), *([span] if place.documents else [])],

@@ -82,7 +82,7 @@ class Dataset(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class Windows(Dataset):
+class TokenDataset(Dataset):
     """Windows of `seq_len` tokens over shards that are opened when first read."""
 
     kind: str

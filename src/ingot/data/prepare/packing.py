@@ -18,7 +18,7 @@ from ingot.data.prepare.input_files import ReadOptions
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """What the output shall be. Two runs with the same plan and input give the same bytes."""
 
     format: str
@@ -58,7 +58,7 @@ class Packer:
     needs_lengths = True
     """Whether the lengths of documents are needed again, after a crash or at the end."""
 
-    def __init__(self, plan: Plan, folder: Path):
+    def __init__(self, plan: PackingPlan, folder: Path):
         self.plan, self.folder = plan, folder
         self.limit = 1 << 62 if plan.max_samples is None else plan.max_samples
         self.spans: deque[tuple[int, int, int]] = deque()  # (part, its first unit in the stream, its end)
@@ -117,7 +117,7 @@ class _TokenPacker(Packer):
     """Samples of equal length, back to back or, as LLM Foundry's no_wrap has it, each begun by a document: what does
     not fill its sample is then left out."""
 
-    def __init__(self, plan: Plan, folder: Path):
+    def __init__(self, plan: PackingPlan, folder: Path):
         super().__init__(plan, folder)
         self.needs_lengths = plan.no_wrap
         length, itemsize = plan.concat_tokens, np.dtype(plan.dtype).itemsize
@@ -156,7 +156,7 @@ class _TokenPacker(Packer):
 class _TextPacker(Packer):
     """Documents as they are, as many in a shard as Streaming would put there."""
 
-    def __init__(self, plan: Plan, folder: Path):
+    def __init__(self, plan: PackingPlan, folder: Path):
         super().__init__(plan, folder)
         self.start = 0
         self.used = self.base = mds.header_bytes(plan.shard_config)
@@ -190,7 +190,7 @@ class _IndexedPacker(Packer):
             yield Shard(len(self.shard_units) - 1, [[part, begin, 0]])
 
 
-def make_packer(plan: Plan, folder: Path) -> Packer:
+def make_packer(plan: PackingPlan, folder: Path) -> Packer:
     if plan.format == "indexed":
         return _IndexedPacker(plan, folder)
     return _TextPacker(plan, folder) if plan.is_text else _TokenPacker(plan, folder)

@@ -25,7 +25,7 @@ from ingot import errors
 from ingot.errors import DataError, IngotError
 
 if TYPE_CHECKING:  # imported while the processes start
-    from ingot.data.prepare.packing import Plan
+    from ingot.data.prepare.packing import PackingPlan
     from ingot.data.tokenizer import Tokenizer
 
 _ENV = {
@@ -93,7 +93,7 @@ class WorkerProcess:
         connection.close()  # the stream keeps it open
         self.pid = 0
 
-    def start(self, plan: "Plan", folder: Path) -> Run:
+    def start(self, plan: "PackingPlan", folder: Path) -> Run:
         """Begin a job; its tasks are done by the function that comes back."""
         self.pid = int(_ask(self.stream, self.stream, self.pid, {"plan": asdict(plan), "folder": str(folder)})["pid"])
         return self.run

@@ -110,13 +110,13 @@ def prepare(
     workers = _worker_count(num_workers, memory, small, reporter)
     starting = closing(Pool(workers, tokenizes=tokenizer is not None)) if workers else nullcontext()
     with starting as pool:
-        from ingot.data.prepare.packing import Plan
-        from ingot.data.prepare.scheduler import Preparation, Target
+        from ingot.data.prepare.packing import PackingPlan
+        from ingot.data.prepare.scheduler import SplitJob, Target
         from ingot.data.prepare.tokenize_engine import choose_engine
         from ingot.data.tokenizer import Tokenizer, load_tokenizer
 
         tok = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else load_tokenizer(tokenizer)
-        plan = Plan(
+        plan = PackingPlan(
             format=format,
             is_text=tok is None,
             dtype=_token_dtype(tok, format, token_type),
@@ -144,7 +144,7 @@ def prepare(
             if reprocess:
                 target.remove()
             this = replace(plan, options=replace(plan.options, key=key))
-            made = Preparation(target, this, files, tok, pool or chosen, reporter, share).run()
+            made = SplitJob(target, this, files, tok, pool or chosen, reporter, share).run()
             reports[split if len(keys) == 1 else f"{split} {key}"] = made
     prefix = f"{output_prefix}_{keys[0]}_document" if output_prefix else None
     command = _train_command(Path(out_root), split, prefix)

@@ -29,12 +29,12 @@ import xxhash
 from ingot.data.formats import indexed_writer as indexed
 from ingot.data.formats import mds_writer as mds
 from ingot.data.prepare.input_files import SourceFile
-from ingot.data.prepare.packing import Plan, Shard, make_packer, part_paths
+from ingot.data.prepare.packing import PackingPlan, Shard, make_packer, part_paths
 from ingot.data.prepare.pieces import plan_pieces
 from ingot.data.prepare.pool import Pool
 from ingot.data.prepare.progress import Reporter, follow
 from ingot.data.prepare.tokenize_engine import Engine
-from ingot.data.prepare.worker import BUCKETS, LONGEST, Worker
+from ingot.data.prepare.worker import BUCKETS, LONGEST, TokenizeWorker
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, disk_error
 from ingot.storage.atomic import file_hash, write_json
@@ -155,11 +155,11 @@ def _remove(path: Path) -> None:
 
 
 @dataclass(eq=False)
-class Preparation:
+class SplitJob:
     """One split on its way: which pieces and shards are done, what comes next."""
 
     target: Target
-    plan: Plan
+    plan: PackingPlan
     files: list[SourceFile]
     tokenizer: Tokenizer | None
     workers: Pool | Engine | None  # the processes that do the work; else it is done in this one, with this engine
@@ -336,7 +336,7 @@ class Preparation:
                         thread.join(0.2)
                         self.reporter.refresh()
             else:
-                self._drive(Worker(self.plan, self.work, self.workers).run)
+                self._drive(TokenizeWorker(self.plan, self.work, self.workers).run)
         finally:
             with self.lock:
                 self.stopped = True

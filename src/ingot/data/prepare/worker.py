@@ -22,7 +22,7 @@ from ingot.data.formats import mds_writer as mds
 from ingot.data.formats.indexed_writer import copy_into
 from ingot.data.prepare.documents import Block
 from ingot.data.prepare.input_files import ReadOptions, SourceFile
-from ingot.data.prepare.packing import Plan, part_paths
+from ingot.data.prepare.packing import PackingPlan, part_paths
 from ingot.data.prepare.pieces import Piece, read_piece
 from ingot.data.prepare.pool import Progress, receive, send
 from ingot.data.prepare.tokenize_engine import Engine, Rules, pick_engine
@@ -33,10 +33,10 @@ _CHUNK_BYTES = 4 << 20  # of a shard at once
 BUCKETS = 32  # of the histogram of document lengths: bucket b counts lengths of b bits
 
 
-class Worker:
+class TokenizeWorker:
     """Does the tasks of one job: parts and shards are built in `folder`."""
 
-    def __init__(self, plan: Plan, folder: Path, engine: Engine | None):
+    def __init__(self, plan: PackingPlan, folder: Path, engine: Engine | None):
         self.plan, self.folder, self.engine = plan, folder, engine
         self.dtype = np.dtype(plan.dtype)
 
@@ -273,14 +273,14 @@ def _load(replies: IO[bytes]) -> Engine:
 def _serve(connection: socket.socket, engine: Engine | None) -> None:
     """Do tasks until the socket ends; never returns."""
     stream = connection.makefile("rwb")
-    worker: Worker | None = None
+    worker: TokenizeWorker | None = None
     try:
         while (request := receive(stream)) is not None:
             head, blob = request
             del request
             if "plan" in head:
-                plan = Plan(**{**head["plan"], "options": ReadOptions(**head["plan"]["options"])})
-                worker = Worker(plan, Path(head["folder"]), engine)
+                plan = PackingPlan(**{**head["plan"], "options": ReadOptions(**head["plan"]["options"])})
+                worker = TokenizeWorker(plan, Path(head["folder"]), engine)
                 send(stream, {"pid": os.getpid()})
                 continue
             assert worker is not None

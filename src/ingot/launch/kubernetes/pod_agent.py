@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.node_agent import ATTEMPT_VARIABLE, HALT, Worker
+from ingot.launch.supervisor.node_agent import ATTEMPT_VARIABLE, HALT, NodeAgent
 from ingot.launch.supervisor.restart_policy import (
     NO_PROGRESS_LIMIT,
     judge,
@@ -35,10 +35,10 @@ def run_pod(spec: LaunchSpec, env: Mapping[str, str]) -> int:
     signal.signal(signal.SIGTERM, _leave)  # between attempts; the first process of a container has no default
     launch = env[ATTEMPT_VARIABLE]
     spec.folder.mkdir(parents=True, exist_ok=True)
-    _start(spec, launch, Worker(spec, env).rank)
+    _start(spec, launch, NodeAgent(spec, env).rank)
     idle, newest = 0, newest_checkpoint(Path(spec.run_folder))
     for number in itertools.count(1):
-        worker = Worker(spec, {**env, ATTEMPT_VARIABLE: f"{launch}.{number}"})
+        worker = NodeAgent(spec, {**env, ATTEMPT_VARIABLE: f"{launch}.{number}"})
         if worker.code_file.exists():
             continue
         code = worker.run()

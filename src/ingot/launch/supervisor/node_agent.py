@@ -45,20 +45,20 @@ def main() -> int:
             return _left_out(f"{options.spec} is not there: this node does not share the run folder", None)
         spec = read_spec(options.spec)
         if options.check:
-            return Worker(spec, os.environ).check()
+            return NodeAgent(spec, os.environ).check()
         if options.pod:
             from ingot.launch.kubernetes.pod_agent import run_pod
 
             return run_pod(spec, os.environ)
         if spec.verb == "prepare":
-            return Worker(spec.model_copy(update={"nodes": 1}), os.environ).prepare(options.share, spec.nodes)
-        return Worker(spec, os.environ).run()
+            return NodeAgent(spec.model_copy(update={"nodes": 1}), os.environ).prepare(options.share, spec.nodes)
+        return NodeAgent(spec, os.environ).run()
     except IngotError as error:
         print(f"{socket.gethostname()}: error: {error}", file=sys.stderr)
         return error.exit_code
 
 
-class Worker:
+class NodeAgent:
     """This node's part of one attempt."""
 
     def __init__(self, spec: LaunchSpec, env: Mapping[str, str]):

@@ -11,7 +11,7 @@ from typing import Any
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
-from ingot.migrate.checkpoints.merge import Layout, MergedTensors, checked_config
+from ingot.migrate.checkpoints.merge import MergedTensors, SliceLayout, checked_config
 from ingot.migrate.checkpoints.pt_reader import unpack
 from ingot.migrate.foundry import FOUNDRY
 from ingot.migrate.translation import Translation, flatten
@@ -45,7 +45,7 @@ def read_composer(path: Path, given: ModelConfig | Translation | None, work: Pat
         raise CheckpointError(f"{path} holds no model.transformer.wte.weight in state.model: it is no full-state file "
                               "of an MPT or mosaic_gpt, which is what is imported from Composer")  # fmt: skip
     config = checked_config(given or _config_inside(found.values, path), "")
-    return config, MergedTensors(config, [pieces], Layout(qkv="blocks"), str(path))
+    return config, MergedTensors(config, [pieces], SliceLayout(qkv="blocks"), str(path))
 
 
 def _ours(theirs: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
-from ingot.migrate.checkpoints.merge import Layout, MergedTensors, Rank, checked_config
+from ingot.migrate.checkpoints.merge import MergedTensors, Rank, SliceLayout, checked_config
 from ingot.migrate.checkpoints.pt_reader import Piece, Unpacked, unpack
 from ingot.migrate.megatron import MEGATRON
 from ingot.migrate.megatron_common import VOCABULARIES
@@ -91,7 +91,7 @@ def read_megatron(
     ranks = [_rank([found[stage, rank] for stage in range(stages)], config) for rank in range(tp)]
     version = found[0, 0].values.get("checkpoint_version") or 0
     qkv = "blocks" if version == 0 else "last" if version == 1 else "grouped"
-    layout = Layout(qkv, padding=padding * tp, centred_norms=bool(args.get("apply_layernorm_1p")))
+    layout = SliceLayout(qkv, padding=padding * tp, centred_norms=bool(args.get("apply_layernorm_1p")))
     return config, MergedTensors(config, ranks, layout, str(folder))
 
 

@@ -27,7 +27,7 @@ COPIED = ("wpe", "norm_1", "norm_2", "norm_f", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
-class Layout:
+class SliceLayout:
     """How a stack lays out the rows of its weights."""
 
     qkv: str = "grouped"
@@ -44,7 +44,7 @@ class Layout:
 class MergedTensors:
     """Parameters of ours from the slices of all ranks (a `TensorReader`)."""
 
-    def __init__(self, config: ModelConfig, ranks: list[Rank], layout: Layout, where: str):
+    def __init__(self, config: ModelConfig, ranks: list[Rank], layout: SliceLayout, where: str):
         self.config, self.ranks, self.layout, self.where = config, ranks, layout, where
         self._check_slices()
         if f"blocks.{config.n_layers - 1}.norm_1.weight" not in ranks[0]:  # before so many layers are imagined

@@ -12,7 +12,7 @@ from ingot.checkpoint.hf.folder import TensorReader
 from ingot.config.load import translate
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
-from ingot.migrate.checkpoints.merge import Layout, MergedTensors, Rank, checked_config
+from ingot.migrate.checkpoints.merge import MergedTensors, Rank, SliceLayout, checked_config
 from ingot.migrate.checkpoints.pt_reader import Piece, unpack
 from ingot.migrate.translation import Translation
 
@@ -68,7 +68,7 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
             ranks[rank][_ours(layer, name, config)] = piece
     grouped = config.kv_heads != config.n_heads
     # with parallel residuals attention and MLP are reduced together, after each rank added its own biases
-    layout = Layout("blocks" if grouped else "grouped", ("up", "gate"), config.parallel_residual, padding=128 * tp)
+    layout = SliceLayout("blocks" if grouped else "grouped", ("up", "gate"), config.parallel_residual, padding=128 * tp)
     return config, MergedTensors(config, ranks, layout, str(folder))
 
 
