@@ -17,7 +17,7 @@ class Section(BaseModel):
 
 def rule_error(key: str, reason: str) -> PydanticCustomError:
     """The error of a rule over several keys: which key to blame, and why it cannot be."""
-    return PydanticCustomError("rule_error", "{reason}", {"reason": reason, "key": key})
+    return PydanticCustomError("impossible", "{reason}", {"reason": reason, "key": key})
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
