@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ingot.config.base import known_keys
-from ingot.config.load import load_config, translate, validate
+from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.migrate import DIALECTS
+from ingot.migrate import DIALECTS, load_run_config, translate
 from ingot.migrate.translation import BECAME, Translation
 
 HERE = Path(__file__).parent
@@ -26,7 +26,7 @@ def base_arguments(name: str) -> list[str]:
 
 
 def base(name: str) -> dict[str, Any]:
-    return translate(RunConfig, base_arguments(name)).given
+    return translate(base_arguments(name)).given
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -79,7 +79,7 @@ def test_every_computed_key_is_read_by_the_translation(name: str, monkeypatch: p
     }
     for overrides in [[], *rare[name]]:
         for path in sorted((HERE / name).iterdir()):
-            translate(RunConfig, [str(path), *overrides])
+            translate([str(path), *overrides])
     by_prefix = {
         "compile_config",
         "algorithms.low_precision_layernorm",
@@ -109,8 +109,8 @@ def test_unknown_keys_never_pass(name: str) -> None:
 def test_a_window_of_the_peers_does_not_count_the_token_itself(name: str, override: str) -> None:
     """They see as far as token i - 512."""
     files = base_arguments(name)
-    assert load_config(RunConfig, [*files, override]).model.sliding_window == 513
-    assert load_config(RunConfig, files).model.sliding_window is None
+    assert load_run_config([*files, override]).model.sliding_window == 513
+    assert load_run_config(files).model.sliding_window is None
 
 
 def test_a_refused_key_keeps_its_reason_and_others_their_rows() -> None:

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ingot.config.load import check_recipe, load_config
-from ingot.config.run import RunConfig
+from ingot.config.recipes import check_recipe
 from ingot.errors import ConfigError
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
 from ingot.launch.supervisor.restart_policy import read_history
+from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.training.runtime.run_files import METRICS
 
@@ -30,7 +30,7 @@ def place_training(
 ) -> tuple[LaunchSpec, list[str]]:
     """The spec of a training run, and sentences on what was decided."""
     check_recipe(arguments)
-    config = load_config(RunConfig, arguments, dialect=dialect)
+    config = load_run_config(arguments, dialect)
     run = Path(config.run_folder).absolute()
     values, notes = with_defaults(options)
     values |= {"verb": "train", "run_folder": str(run), "workdir": os.getcwd(),

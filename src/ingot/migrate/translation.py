@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ingot.config.dotted_keys import ancestors
 from ingot.errors import ConfigError
 
 BECAME, NOT_NEEDED, REFUSED = "became", "not needed", "refused"
@@ -223,23 +224,6 @@ def words(text: str) -> Iterable[str]:
             sections = [f"{section}." for section in word[:-1].split(",")]
         else:
             yield from (section + word for section in sections)
-
-
-def ancestors(key: str) -> Iterable[str]:
-    """The sections around a dotted key, nearest first."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
-
-
-def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys; a list of one section is that section, an empty one keeps its own key."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        value = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) else value
-        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return flat
 
 
 def show(value: Any) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.checkpoint.hf.folder import TensorReader
-from ingot.config.load import translate
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
 from ingot.migrate.checkpoints.merge import MergedTensors, Rank, SliceLayout, checked_config
 from ingot.migrate.checkpoints.pt_reader import Piece, unpack
+from ingot.migrate.detect import translate
 from ingot.migrate.translation import Translation
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -50,7 +50,7 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
         if not files:
             how = "give the files it was trained with, as --config FILE"
             raise CheckpointError(f"{folder} has no configs/*.yml; {how}")
-        given = translate(ModelConfig, list(map(str, files)), "neox")
+        given = translate(list(map(str, files)), "neox")
     known = {"vocab_size": tp * sum(embeddings[0].shape[:1])}
     if isinstance(given, Translation):
         if (size := given.get("model_parallel_size", 1)) != tp:
