@@ -19,6 +19,7 @@ from ingot.cli.launch.image import image_app
 from ingot.cli.launch.kubernetes import kubernetes
 from ingot.cli.launch.local import local
 from ingot.cli.launch.slurm import launch_app
+from ingot.cli.options import SectionCommand
 from ingot.cli.prepare import PrepareCommand, prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
@@ -39,7 +40,7 @@ app = typer.Typer(
 
 
 app.command("prepare", cls=PrepareCommand)(prepare)
-app.command("inspect")(inspect)
+app.command("inspect", cls=SectionCommand)(inspect)
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
