@@ -14,7 +14,7 @@ from specs import LAUNCH, spec
 
 from ingot.errors import ConfigError
 from ingot.launch.build_spec import place_training
-from ingot.launch.kubernetes.kubectl import render as render_manifest
+from ingot.launch.kubernetes.objects import render as render_manifest
 from ingot.launch.profiles import DEFAULTS_VARIABLE, find_profile, profile_names
 from ingot.launch.slurm.script import render as render_script
 from ingot.launch.submit import scripts

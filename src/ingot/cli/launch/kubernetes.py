@@ -64,7 +64,7 @@ def kubernetes(
     --image registry.example/ingot:0.1.0 --mounts fsx:/data --queue research --apply
     """
     from ingot.launch.build_spec import place_training
-    from ingot.launch.kubernetes import kubectl as back_end
+    from ingot.launch.kubernetes import objects
     from ingot.launch.submit import submit_to_kubernetes
 
     given = {key: value for key, value in locals().items() if key in (*FIELDS, *OWN)}
@@ -74,12 +74,12 @@ def kubernetes(
     options["claims"] = [mount for mount in options["mounts"] if not mount.startswith("/")]
     options["mounts"] = [mount for mount in options["mounts"] if mount.startswith("/")]
     spec, notes = place_training(run_arguments(arguments, config, updates), options, dialect)
-    spec, files = back_end.fit_to_pods(spec)
+    spec, files = objects.adapt_to_pods(spec)
     for note in notes:
         print(note, file=sys.stderr)
     if not apply:
-        print(back_end.render(spec, kind, back_end.launch_id(), files), end="")  # type: ignore[arg-type]  # checked above
+        print(objects.render(spec, kind, objects.new_launch_id(), files), end="")  # type: ignore[arg-type]  # checked above
         return
     job, said = submit_to_kubernetes(spec, kind, files)  # type: ignore[arg-type]
     print(said)
-    print(f"follow it with `kubectl -n {spec.namespace} get {kind},pods -l {back_end.INSTANCE}={job}`")
+    print(f"follow it with `kubectl -n {spec.namespace} get {kind},pods -l {objects.INSTANCE}={job}`")

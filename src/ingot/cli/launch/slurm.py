@@ -166,7 +166,7 @@ def resume(
     Example: ingot launch resume runs/mpt-30b
     """
     from ingot.cli.launch.local import run_here
-    from ingot.launch.kubernetes.kubectl import launch_id, render
+    from ingot.launch.kubernetes.objects import new_launch_id, render
     from ingot.launch.status import find_run
     from ingot.launch.submit import again, kept_files, submit_to_kubernetes
 
@@ -179,6 +179,6 @@ def resume(
     else:
         kind, files = back_end.rpartition("/")[2], kept_files(folder)
         if dry_run:
-            print(render(spec, kind, launch_id(), files), end="")  # type: ignore[arg-type]  # written down by us
+            print(render(spec, kind, new_launch_id(), files), end="")  # type: ignore[arg-type]  # written down by us
         else:
             print(submit_to_kubernetes(spec, kind, files)[1])  # type: ignore[arg-type]
