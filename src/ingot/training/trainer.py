@@ -43,12 +43,12 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.microbatch_search import choose_microbatch, choose_recompute, remember_too_much
 from ingot.training.oom import OutOfMemory, is_out_of_memory
 from ingot.training.optimizer import Optimizer
-from ingot.training.runtime.gc_control import Garbage
+from ingot.training.runtime.gc_control import GcControl
 from ingot.training.runtime.heartbeat import Heartbeat
 from ingot.training.runtime.lease import Lease
 from ingot.training.runtime.run_files import FINISHED, GUARDS, TOKENIZER
 from ingot.training.runtime.run_folder import changed_keys, check_disk_space, open_run_folder, read_state, write_config
-from ingot.training.runtime.sample_log import SampleLog, cut_back
+from ingot.training.runtime.sample_log import SampleLog, truncate_sample_logs
 from ingot.training.runtime.stop import StopRequest, start_compilers
 from ingot.training.schedule import lr_multiplier
 from ingot.training.step import TrainStep
@@ -200,7 +200,7 @@ class Trainer:
             self.saving.start_over()
         reporter_state = self._resume()
         if self.first:
-            cut_back(self.folder, self.batch)
+            truncate_sample_logs(self.folder, self.batch)
             if self.batch < self.total:
                 (self.folder / FINISHED).unlink(missing_ok=True)
             write_config(self.folder, config)
@@ -225,7 +225,7 @@ class Trainer:
         batches = self._open_batches()
         last_save = time.monotonic()
         window = self._open_window()
-        garbage = Garbage()
+        garbage = GcControl()
         try:
             while self.batch < self.total and not reason:
                 self.heartbeat.step(self.batch)
@@ -318,7 +318,7 @@ class Trainer:
             dist.barrier()  # nobody writes samples before they are cut back
         if self.first:
             if back:
-                cut_back(self.folder, self.batch)
+                truncate_sample_logs(self.folder, self.batch)
             action = f"back to batch {self.batch}, and without it from there" if back else "left out"
             source, size = self.config.sources.train, self.config.global_train_batch_size
             order = self.data.order(self.config.order_seed(source), source.shuffle)
