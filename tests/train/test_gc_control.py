@@ -41,9 +41,9 @@ def test_cycles_are_collected_after_the_first_and_every_hundredth_step() -> None
 def test_no_step_of_a_run_is_interrupted_by_the_collector(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from ingot.api import train
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.report.listeners import train
 
     whole, seen = TrainStep.run, []
     monkeypatch.setattr(TrainStep, "run", lambda self, batch: (seen.append(gc.isenabled()), whole(self, batch))[1])

@@ -14,11 +14,11 @@ import torch
 from conftest import TINY, Ingot
 from safetensors.torch import load_file
 
+from ingot.api import train
 from ingot.checkpoint.manifest import read_manifest, steps_in, verify
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DataError
-from ingot.report.listeners import train
 from ingot.report.metrics_file import read_rows
 
 # dropout, so that the random state matters; more steps than one checkpoint interval, so that resuming matters

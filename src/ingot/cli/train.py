@@ -61,7 +61,7 @@ def train(
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]
             sys.exit(run_processes(command, node, Path(config.run_folder)))
-    from ingot.report.listeners import train as run
+    from ingot.api import train as run
 
     dump_stacks_on_request()
     result = run(config, fresh)

@@ -1,19 +1,12 @@
-"""Everything that listens to a run: the `train` of the command line and of the Python API."""
+"""Everything that listens to a run."""
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ingot.config.run import RunConfig
-from ingot.parallel.rank_env import ATTEMPT, find_rank_env
 from ingot.report.console import Console
 from ingot.report.metrics_file import MetricsFile
 from ingot.report.tensorboard import TensorBoard
 from ingot.training.listener import Row, RunListener
-from ingot.training.runtime.lease import clear_stop_request
-
-if TYPE_CHECKING:
-    from ingot.training.trainer import Result
 
 
 class Listeners(RunListener):
@@ -58,14 +51,3 @@ def make_listeners(config: RunConfig, rank: int) -> Listeners:
             listeners.insert(0, TensorBoard(config.loggers.tensorboard, config.run_folder))
         listeners.insert(0, MetricsFile(config.run_folder))
     return Listeners(listeners)
-
-
-def train(config: RunConfig, fresh: bool = False) -> "Result":
-    """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    rank = find_rank_env().rank
-    if rank == 0 and ATTEMPT not in os.environ:  # otherwise the launcher did it before it started this process
-        clear_stop_request(Path(config.run_folder))
-    listeners = make_listeners(config, rank)
-    from ingot.training.trainer import train as train_with  # torch loads after the config has been checked
-
-    return train_with(config, listeners, fresh)
