@@ -111,7 +111,7 @@ def test_a_defaults_file_fills_in_what_the_command_leaves_out(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("partitoin: gpu", "did you mean partition"), ("- gpu", "one per line"), ("name: x", "no option of a launch")],
+    [("partitoin: gpu", "did you mean partition"), ("- gpu", "one per line"), ("name: x", "not an option of")],
 )
 def test_a_wrong_defaults_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, reason: str
@@ -122,5 +122,5 @@ def test_a_wrong_defaults_file_is_refused(
     with pytest.raises(ConfigError, match=reason):
         place_training(RUN, {})
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(tmp_path / "absent.yaml"))
-    with pytest.raises(ConfigError, match="which is not there"):
+    with pytest.raises(ConfigError, match="which does not exist"):
         place_training(RUN, {})
