@@ -46,7 +46,7 @@ def calls(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_build_calls_docker_with_the_pinned_parts_and_passes_its_output_on(
+def test_build_calls_docker_with_pinned_parts_and_shows_its_output(
     docker: Path, context: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert build_image(TAG, DIGEST, "efa", ["EFA_SHA256=b; touch x"], context, force=False) == "sha256:beef"
@@ -100,7 +100,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image, "SQUASH_BYTES", 1000)
 
 
-def test_import_leaves_the_file_and_its_sum_or_nothing(
+def test_import_writes_the_file_and_its_checksum_or_nothing(
     tmp_path: Path, docker: Path, room: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "built").touch()
