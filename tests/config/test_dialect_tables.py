@@ -32,15 +32,15 @@ def base(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_key_stands_in_one_table_only(name: str) -> None:
     d = DIALECTS[name]
-    keys = [*d.natives, *d.choices, *d.reasons, *d.refusals, *d.computed.split()]
+    keys = [*d.table["renamed"], *d.table["choices"], *d.reasons, *d.refusals, *d.table["computed"]]
     assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tables_name_native_keys_that_there_are(name: str) -> None:
     d = DIALECTS[name]
-    named = {*d.natives.values(), *(entry.split()[0] for entry in d.choices.values())}
-    assert named <= NATIVE and set(d.defaults) <= set(d.natives)
+    named = {*d.table["renamed"].values(), *(e["native"] for e in d.table["choices"].values() if "native" in e)}
+    assert named <= NATIVE and set(d.table["defaults"]) <= set(d.table["renamed"])
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -48,7 +48,7 @@ def test_tables_name_native_keys_that_there_are(name: str) -> None:
 def test_odd_values_are_translated_or_refused_but_never_break(name: str, value: object) -> None:
     given = base(name)
     dialect = DIALECTS[name]
-    for key in (*dialect.natives, *dialect.choices, *dialect.computed.split()):
+    for key in (*dialect.table["renamed"], *dialect.table["choices"], *dialect.table["computed"]):
         translation = Translation(dialect, {**given, key: value}, {}).run()
         assert key in translation.rows
         try:
@@ -86,7 +86,8 @@ def test_every_computed_key_is_read_by_the_translation(name: str, monkeypatch: p
         "train_loader.dataset.streams",
         "eval_loader.dataset.streams",
     }
-    assert set(DIALECTS[name].computed.split()) - read <= by_prefix
+    table = DIALECTS[name].table
+    assert {*table["computed"], *table["choices"]} - read <= by_prefix
 
 
 @pytest.mark.parametrize("name", DIALECTS)

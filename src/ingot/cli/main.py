@@ -16,6 +16,7 @@ from ingot.cli.generate import generate
 from ingot.cli.import_ import import_
 from ingot.cli.inspect import inspect
 from ingot.cli.launch import launch_app
+from ingot.cli.options import SectionCommand
 from ingot.cli.prepare import PrepareCommand, prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
@@ -36,7 +37,7 @@ app = typer.Typer(
 
 
 app.command("prepare", cls=PrepareCommand)(prepare)
-app.command("inspect")(inspect)
+app.command("inspect", cls=SectionCommand)(inspect)
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_FAULT, ConfigError, DataError, DiskError, IngotError, disk_error
+from ingot.storage.atomic import write_whole
 
 DOCKERFILE = Path("containers") / "Dockerfile"
 FABRICS = ("none", "efa", "infiniband")
@@ -75,7 +76,7 @@ def import_image(image: str, output: Path, force: bool) -> str:
             os.fsync(file.fileno())
         _sum_file(output).unlink(missing_ok=True)  # never an old checksum next to a new file
         os.replace(draft, output)
-        _write_sum(output, digest)
+        write_whole(_sum_file(output), f"{digest}  {output.name}\n")
     except OSError as error:
         raise disk_error("write", output, error) from None
     finally:
@@ -130,12 +131,6 @@ def _copy_checked(image: Path, target: Path, expected: str) -> None:
 
 def _sum_file(image: Path) -> Path:
     return image.with_name(f"{image.name}.sha256")
-
-
-def _write_sum(image: Path, digest: str) -> None:
-    draft = image.with_name(f".{image.name}.sha256.{os.getpid()}")
-    draft.write_text(f"{digest}  {image.name}\n")
-    os.replace(draft, _sum_file(image))
 
 
 def expected_sum(image: Path) -> str:

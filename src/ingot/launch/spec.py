@@ -7,7 +7,6 @@ refused.
 """
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from ingot.config.base import Section, rule_error
 from ingot.config.load import validate
 from ingot.config.secrets import NAMES, SHORTEST
 from ingot.errors import ConfigError
+from ingot.storage.atomic import write_whole
 
 SPEC = "spec.json"
 LAUNCH = "launch"  # the launcher's folder in a run folder
@@ -179,11 +179,8 @@ class LaunchSpec(Section):
     def write(self) -> Path:
         """Write the spec into the run folder, readable only by its owner."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, draft = self.folder / SPEC, self.folder / f".{SPEC}.{os.getpid()}"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(self.model_dump_json(indent=1))
-        os.replace(draft, path)
+        path = self.folder / SPEC
+        write_whole(path, self.model_dump_json(indent=1), private=True)
         return path
 
 

@@ -19,10 +19,9 @@ from ingot.config.recipes import find_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.migrate.foundry import FOUNDRY
-from ingot.migrate.megatron import MEGATRON
+from ingot.migrate.megatron import MEGATRON, read_words
 from ingot.migrate.neox import NEOX
 from ingot.migrate.script import read_script
-from ingot.migrate.shell_arguments import read_words
 from ingot.migrate.translation import Dialect, Translation
 
 DIALECTS = {dialect.name: dialect for dialect in (FOUNDRY, NEOX, MEGATRON)}

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.checkpoint.location import is_url
-from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import clear_drafts
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
@@ -33,6 +31,8 @@ from ingot.model.init import build_model
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
+from ingot.storage.atomic import write_whole
+from ingot.storage.object_store import is_url
 from ingot.training import device as devices
 from ingot.training.checkpointer import SAVED_STEP, Checkpointer
 from ingot.training.cuda_graph import check_graph, choose_graph
@@ -274,7 +274,7 @@ class Trainer:
         if reason:
             self.reporter.note(f"stopped after batch {self.batch} of {self.total}: {reason}")
         elif self.first:
-            write_atomically(self.folder / FINISHED, f"{self.batch}\n")
+            write_whole(self.folder / FINISHED, f"{self.batch}\n")
         return Result(self.folder, self.batch, loss, evaluation, reason)
 
     def _open_window(self) -> Window:

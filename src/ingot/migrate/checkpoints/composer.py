@@ -45,7 +45,7 @@ def read_composer(path: Path, given: ModelConfig | Translation | None, work: Pat
     if "wte.weight" not in pieces:
         raise CheckpointError(f"{path} holds no model.transformer.wte.weight in state.model: it is no full-state file "
                               "of an MPT or mosaic_gpt, which is what is imported from Composer")  # fmt: skip
-    config = checked_config(given or _config_inside(found.values, path), "")
+    config = checked_config(given or _config_inside(found.values, path))
     return config, MergedTensors(config, [pieces], SliceLayout(qkv="blocks"), str(path))
 
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ingot.checkpoint.manifest import MANIFEST, Manifest, write_atomically
+from ingot.checkpoint.manifest import MANIFEST, Manifest
 from ingot.config.load import to_yaml
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, disk_error
+from ingot.storage.atomic import write_whole
 from ingot.training.runtime.lease import Lease
 from ingot.training.runtime.run_files import CONFIG, LOGS, OURS
 
@@ -49,10 +50,7 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
 
 def write_config(run: Path, config: RunConfig) -> None:
     """Keep the resolved config, once it is sure that the run goes on with it."""
-    try:
-        write_atomically(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
-    except OSError as error:
-        raise disk_error("write", run / CONFIG, error) from None
+    write_whole(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
 
 
 def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
