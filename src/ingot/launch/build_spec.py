@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.recipes import check_recipe
-from ingot.errors import ConfigError
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
 from ingot.launch.supervisor.restart_policy import read_history
@@ -102,11 +101,3 @@ def strikes(run: Path, least: int = STRIKES) -> dict[str, int]:
         if line["kind"] in INFRASTRUCTURE and isinstance(line.get("host"), str) and line["host"]:
             counts[line["host"]] = counts.get(line["host"], 0) + 1
     return {host: count for host, count in counts.items() if count >= least}
-
-
-def parse_env(pairs: list[str]) -> dict[str, str]:
-    """NAME=VALUE options as a dictionary."""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ConfigError(f"--env {pair!r} has no value; write --env NAME=VALUE, or --secret NAME to pass one on")
-    return dict(pair.split("=", 1) for pair in pairs)

@@ -44,6 +44,13 @@ HOSTNAME, GPU = "kubernetes.io/hostname", "nvidia.com/gpu"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
+def find_kind(name: str) -> Kind:
+    for kind in KINDS:
+        if kind == name:
+            return kind
+    raise ConfigError(f"--kind {name} does not exist; choose one of {', '.join(KINDS)}")
+
+
 def new_launch_id() -> str:
     """A unique id for one launch, so that objects and attempts of two launches never share a name."""
     return secrets.token_hex(3)
