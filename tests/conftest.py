@@ -1,10 +1,12 @@
-"""What tests share: a small real data set, made by the project's own code, and a way to run the command."""
+"""What tests share: a small real dataset, made by the project's own code, and ways to run the command."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in as many processes as there are cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import fcntl
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,22 +31,63 @@ TINY = [
 ]  # fmt: skip
 
 
+ONE_WORKER = {"cluster": "slurm", "s3": "object-store"}
+"""Fixtures that all tests of a run should take from one worker."""
+ONE_WORKER_PER_FILE = {"azure", "folder", "reference", "runs", "trained"}
+"""Fixtures that take seconds and serve one file."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The README's commands take minutes: first, so that they do not run on alone when all else is done."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    """Groups for `--dist loadgroup`: tests with an expensive fixture run in one worker, all others in any.
+
+    The longest come first, so that no worker runs on alone at the end.
+    """
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        groups = [ONE_WORKER[name] for name in sorted(fixtures & ONE_WORKER.keys())]
+        if groups or fixtures & ONE_WORKER_PER_FILE:
+            item.add_marker(pytest.mark.xdist_group(groups[0] if groups else item.path.stem))
+    first = ("test_readme.py", "test_parity.py")
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
+
+
+Shared = Callable[[str, Callable[[Path], None]], Path]
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared data set with train and val splits and its tokenizer (320 tokens)."""
-    root = tmp_path_factory.mktemp("data")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """Fill a folder once for all workers of a test run: `shared(name, fill)` returns it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def get(name: str, fill: Callable[[Path], None]) -> Path:
+        folder, done = root / f"shared-{name}", root / f"shared-{name}.done"
+        with (root / f"shared-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def data(shared: Shared) -> Path:
+    """A prepared dataset with train and val splits and its tokenizer (320 tokens)."""
+    return shared("data", make_data)
+
+
+def make_data(root: Path) -> None:
     text = root / "text"
     text.mkdir()
     train_tokenizer(SENTENCES, 320, root / "tokenizer")
     for split, part in (("train", SENTENCES[10:]), ("val", SENTENCES[:10])):
         (text / f"{split}.txt").write_text("".join(part))
         prepare(text / f"{split}.txt", root, split=split, tokenizer=root / "tokenizer", concat_tokens=64)
-    return root
 
 
 @pytest.fixture
@@ -54,6 +97,28 @@ def tiny(data: Path, tmp_path: Path) -> list[str]:
 
 
 Ingot = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def ingot_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ingot:
+    """Like `ingot`, but in this process: for what a command prints before it starts to work, ten times as fast."""
+    from ingot.cli.main import main
+
+    def run(*arguments: str, check: bool = True, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["ingot", *arguments])
+        monkeypatch.setattr("faulthandler.enable", lambda *_: None)  # pytest has its own
+        capfd.readouterr()
+        try:
+            main()
+            code: object = 0
+        except SystemExit as ended:
+            code = ended.code
+        out, errors = capfd.readouterr()
+        assert not (check and code), (arguments, code, out, errors)
+        return subprocess.CompletedProcess(list(arguments), int(str(code or 0)), out, errors)
+
+    return run
 
 
 @pytest.fixture
