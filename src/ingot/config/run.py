@@ -230,7 +230,7 @@ class RunConfig(Section):
         return source.shuffle_seed if source.shuffle_seed is not None else self.seed
 
     @property
-    def unscored(self) -> int | None:
+    def no_loss_after_token(self) -> int | None:
         """The token after which the model predicts nothing: the position has no label."""
         return self.model.eos_token_id if self.mask_eos_loss else None
 
