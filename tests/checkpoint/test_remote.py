@@ -177,7 +177,7 @@ def test_the_manifest_goes_up_after_everything_else(
 
 
 def test_two_urls_are_refused() -> None:
-    with pytest.raises(ConfigError, match="save_folder is at a URL already"):
+    with pytest.raises(ConfigError, match="save_folder is already a URL"):
         load_config(RunConfig, ["save_folder=s3://a/b", "remote_save_folder=s3://c/d"])
 
 

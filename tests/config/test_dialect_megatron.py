@@ -370,7 +370,7 @@ def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None
 def test_documents_begin_anew_after_the_tokenizers_last_token() -> None:
     config = load("documents.sh")
     assert (config.model.document_mask, config.model.document_positions, config.mask_eos_loss) == (True, True, True)
-    assert config.model.eos_token_id == config.unscored == 50256
+    assert config.model.eos_token_id == config.no_loss_after_token == 50256
     arguments = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
     assert load("documents.sh", *arguments).model.eos_token_id == 31999
     assert load("documents.sh", *arguments, "--null-tokenizer-eod-id", "5").model.eos_token_id == 5

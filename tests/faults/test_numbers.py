@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, ranks, weights, whole
 
-from ingot.config.run import GuardsConfig
+from ingot.config.training import GuardsConfig
 from ingot.report.metrics_file import read_rows
 from ingot.training.guards import Anomaly, Guard
 

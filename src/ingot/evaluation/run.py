@@ -29,7 +29,7 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     if config.sources.eval is None:
         raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
-    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
+    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     folder = tokenizer_folder(path)
     tokenizer = load_tokenizer(folder) if folder else None
     batch = config.device_eval_batch_size or EVAL_BATCH

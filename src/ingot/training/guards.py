@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ingot.config.run import GuardsConfig
+from ingot.config.training import GuardsConfig
 from ingot.errors import EXIT_FAULT, IngotError, NumericError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ingot.config.run import OptimizerConfig
+from ingot.config.training import OptimizerConfig
 from ingot.model.gpt import is_matrix
 from ingot.parallel.dtensor import is_spread, local, on_whole, scale_to_limit
 

@@ -104,7 +104,7 @@ class Trainer:
         check_graph(config, self.device, spread)
         self.world = join_world(place, self.device, config.parallel.join_timeout) if spread else None
         self.first = place.rank == 0  # the process that writes
-        asked = (config.max_seq_len, config.model.vocab_size, config.unscored)
+        asked = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
         self.data = open_dataset(config.sources.train, *asked)
         self.eval_data = open_dataset(config.sources.eval, *asked) if config.sources.eval else None
         self.tokenizer = _find_tokenizer(config, self.data)
