@@ -19,7 +19,8 @@ from ingot.cli.launch.image import image_app
 from ingot.cli.launch.kubernetes import kubernetes
 from ingot.cli.launch.local import local
 from ingot.cli.launch.slurm import launch_app
-from ingot.cli.prepare import PrepareCommand, prepare
+from ingot.cli.options import SectionCommand
+from ingot.cli.prepare import prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
 from ingot.cli.train import train
@@ -38,7 +39,7 @@ app = typer.Typer(
 )
 
 
-app.command("prepare", cls=PrepareCommand)(prepare)
+app.command("prepare", cls=SectionCommand)(prepare)
 app.command("inspect")(inspect)
 app.command("train")(train)
 app.command("eval")(evaluate)

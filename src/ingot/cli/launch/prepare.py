@@ -31,7 +31,7 @@ from ingot.cli.launch.slurm import (
     common_options,
     hand_over,
 )
-from ingot.cli.prepare import PrepareCommand, check_options, prepare
+from ingot.cli.prepare import read_arguments
 
 
 @cache
@@ -76,18 +76,16 @@ def slurm_prepare(
     from ingot.launch.build_spec import place_preparation
 
     given = {key: value for key, value in locals().items() if key in FIELDS}
-    app = typer.Typer(add_completion=False)
-    app.command(cls=PrepareCommand)(prepare)
-    parsed = typer.main.get_command(app).make_context("prepare", list(context.args)).params
-    splits = check_options(parsed)
+    request = read_arguments(list(context.args))
+    options, dataset = request.splits[0], request.peer.dataset
     skipped: list[str] = []
-    if parsed["path"]:
-        find_files(parsed["path"], skipped.append)  # what is not there should be said here, not in a job
-    prefix = parsed["output_prefix"]
-    folder = Path(prefix).parent if prefix else Path(parsed["out_root"])
-    label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else "-".join(splits))
-    spec, notes = place_preparation(list(context.args), folder, label, common_options({"mounts": None, **given}))
+    if not dataset:
+        find_files(options.input, skipped.append)  # what is not there should be said here, not in a job
+    prefix, splits = options.output_prefix, "-".join(split.split for split in request.splits)
+    label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else splits)
+    launch = common_options({"mounts": None, **given})
+    spec, notes = place_preparation(list(context.args), options.folder, label, launch)
     notes += skipped
-    if parsed["dataset"]:
-        notes.append(f"each job reads all of {parsed['dataset']} from the hub, and tokenizes its share of it")
+    if dataset:
+        notes.append(f"each job reads all of {dataset} from the hub, and tokenizes its share of it")
     hand_over(spec, notes, dry_run)
