@@ -16,7 +16,8 @@ from specs import LAUNCH, VALUES, put_on_path, spec
 from ingot.errors import ConfigError
 from ingot.launch.kubernetes.kubectl import KubernetesError, apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
-from ingot.launch.kubernetes.pod_agent import EXIT_AGAIN, run_pod
+from ingot.launch.kubernetes.pod_agent import run_pod
+from ingot.launch.protocol import EXIT_NEW_PODS
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
 from ingot.launch.supervisor.attempt import Outcome
@@ -278,9 +279,9 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
         (["finished"], 0),
         (["fault", "finished"], 0),  # new processes in the same pod
         (["progress", "progress", "fault", "progress", "finished"], 0),
-        (["fault", "fault"], EXIT_AGAIN),  # new pods
-        (["stopped"], EXIT_AGAIN),  # a drained node, say: the run goes on elsewhere
-        (["lost", "lost", "lost"], EXIT_AGAIN),  # attempts of which nothing is recorded: new pods
+        (["fault", "fault"], EXIT_NEW_PODS),  # new pods
+        (["stopped"], EXIT_NEW_PODS),  # a drained node, say: the run goes on elsewhere
+        (["lost", "lost", "lost"], EXIT_NEW_PODS),  # attempts of which nothing is recorded: new pods
     ],
 )
 def test_a_pod_ends_with_what_kubernetes_should_do(

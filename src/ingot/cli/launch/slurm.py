@@ -122,12 +122,15 @@ def slurm(
 
 def hand_over(spec: "LaunchSpec", notes: list[str], dry_run: bool) -> None:
     """Submit, or print what would be."""
-    from ingot.launch.submit import scripts, submit_to_slurm
+    from ingot.launch.slurm.script import render_scripts
+    from ingot.launch.submit import submit_to_slurm
 
     for note in notes:
         print(note, file=sys.stderr)
     if dry_run:
-        print("\n".join(scripts(spec).values()) + f"\n# {spec.folder}/spec.json\n" + spec.model_dump_json(indent=1))
+        print(
+            "\n".join(render_scripts(spec).values()) + f"\n# {spec.folder}/spec.json\n" + spec.model_dump_json(indent=1)
+        )
         return
     job = submit_to_slurm(spec)
     print(f"job {job}; follow it with `ingot status {spec.run_folder}` and `ingot logs -f {spec.run_folder}`")
@@ -167,17 +170,18 @@ def resume(
     """
     from ingot.cli.launch.local import run_here
     from ingot.launch.kubernetes.objects import new_launch_id, render
+    from ingot.launch.protocol import LaunchFolder
     from ingot.launch.status import find_run
-    from ingot.launch.submit import again, kept_files, submit_to_kubernetes
+    from ingot.launch.submit import spec_to_resume, submit_to_kubernetes
 
     folder = find_run(run).absolute()
-    spec, back_end = again(folder)
+    spec, back_end = spec_to_resume(folder)
     if back_end == "slurm":
         hand_over(spec, [], dry_run)
     elif back_end == "local":
         run_here(spec, dry_run)
     else:
-        kind, files = back_end.rpartition("/")[2], kept_files(folder)
+        kind, files = back_end.rpartition("/")[2], LaunchFolder(folder).kept_files()
         if dry_run:
             print(render(spec, kind, new_launch_id(), files), end="")  # type: ignore[arg-type]  # written down by us
         else:
