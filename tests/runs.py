@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, Shared
 
 from ingot.checkpoint.load import open_weights
-from ingot.launch.supervisor.restart_policy import read_failures
+from ingot.launch.supervisor.failure_log import read_failures
 from ingot.report.metrics_file import read_rows
 
 BATCHES, EVERY = 24, 4
