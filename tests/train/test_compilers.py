@@ -31,7 +31,7 @@ def test_signals_to_the_process_group_leave_the_compilers_alive() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, start_new_session=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "True"]
+    assert done.stdout.split() == ["4", "True"]
 
 
 @pytest.mark.skipif(TRITON, reason="where there is Triton, the kernel of the loss brings the compiler along")

@@ -16,7 +16,7 @@ from ingot.launch.supervisor.failure import Failure
 from ingot.training.runtime.heartbeat import Beat
 
 DUMP_SECONDS = 1.0  # for processes to write their stacks
-CLOCK = "ingot/parallel/comm_timer.py"  # stands around every wait, and says nothing of it
+CLOCK = "ingot/parallel/executors/comm_timer.py"  # stands around every wait, and says nothing of it
 
 
 def explain_hang(
