@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ingot.config.run import RunConfig
-from ingot.data.loading.open_dataset import IGNORE, Dataset
+from ingot.data.loading.token_dataset import IGNORE, Dataset
 from ingot.data.tokenizer import Tokenizer
 from ingot.parallel.executors.base import Executor
 

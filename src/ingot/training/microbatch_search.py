@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ingot.checkpoint.manifest import write_atomically
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.parallel.executors.base import Executor, MemoryUse
 from ingot.parallel.executors.oom import OutOfMemory, as_out_of_memory
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
+from ingot.storage.atomic import write_whole
 from ingot.training.runtime.run_files import MICROBATCH
 
 CPU_TOKENS = 4096  # per microbatch: beyond this a CPU gains nothing and its caches lose
@@ -179,7 +179,7 @@ def recording_oom(folder: Path, executor: Executor, where: str) -> Iterator[None
 def record_oom_size(folder: Path, size: int, layout: Layout) -> None:
     """Record in the run folder that a size did not fit, for whatever restarts the run."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
+    write_whole(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
 
 
 def read_oom_size(folder: Path, executor: Executor) -> int | None:

@@ -10,7 +10,8 @@ import torch
 from ingot.checkpoint.manifest import Manifest
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
-from ingot.data.loading.open_dataset import Dataset, open_dataset
+from ingot.data.loading.open_dataset import open_dataset
+from ingot.data.loading.token_dataset import Dataset
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, ConfigError
 from ingot.parallel.executors import device as devices

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ingot.checkpoint.location import is_url
 from ingot.config.durations import Duration
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.evaluation.validation import Evaluation, evaluate
 from ingot.parallel.rank_env import find_rank_env
+from ingot.storage.object_store import is_url
 from ingot.training.checkpointer import Checkpointer
 from ingot.training.guards import Action, Anomaly, Guard
 from ingot.training.listener import Row, RunListener
@@ -27,7 +27,7 @@ from ingot.training.loss_scale import LossScale
 from ingot.training.microbatch_search import choose_microbatch, recording_oom
 from ingot.training.optimizer import Optimizer
 from ingot.training.progress import Progress
-from ingot.training.runtime.gc_control import Garbage
+from ingot.training.runtime.gc_control import GcControl
 from ingot.training.runtime.run_files import GUARDS
 from ingot.training.runtime.run_folder import changed_keys, read_state
 from ingot.training.runtime.session import RunSession
@@ -112,7 +112,7 @@ class Trainer:
         reason = self.stop.before_first_step(self.executor)
         batches = self._open_batches()
         meter.restart()
-        with closing(Garbage()) as garbage:
+        with closing(GcControl()) as garbage:
             while progress.batch < progress.total and not reason:
                 run.heartbeat.step(progress.batch)
                 batch = meter.next_batch(batches)

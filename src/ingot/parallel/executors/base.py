@@ -6,7 +6,7 @@ no pipeline, no DTensor. `SingleProcess` and `Distributed` implement it. A loss 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 from ingot.config.model import ModelConfig
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.data.loading.open_dataset import IGNORE
+from ingot.data.loading.token_dataset import IGNORE
 from ingot.model.gpt import is_matrix
 from ingot.parallel.coordinator import Coordinator
 from ingot.parallel.dtensor import local
@@ -216,14 +216,12 @@ def pad_batch(batch: Batch, rows: int) -> Batch:
     return Batch(np.pad(batch.tokens, missing), labels, batch.samples)
 
 
-def squared_norm(gradients: Sequence[Tensor], shares: Tensor | float = 1.0) -> Tensor:
+def squared_norm(gradients: list[Tensor], shares: Tensor | float = 1.0) -> Tensor:
     """The squared norm of this rank's gradients, each weighted by the share of it that this rank counts."""
     return (torch.stack(torch._foreach_norm(list(gradients), 2.0)).double() ** 2 * shares).sum()
 
 
-def scale_gradients(
-    gradients: Sequence[Tensor], norm: Tensor, limit: float | None, loss_scale: Tensor | None
-) -> Tensor:
+def scale_gradients(gradients: list[Tensor], norm: Tensor, limit: float | None, loss_scale: Tensor | None) -> Tensor:
     """Divide gradients of a given global norm by `loss_scale` and scale them to a norm of at most `limit`, in one
     pass. Return the norm between the two."""
     factor = None

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import clear_drafts
 from ingot.config.run import RunConfig
 from ingot.data.tokenizer import Tokenizer
+from ingot.storage.atomic import write_whole
 from ingot.training.runtime.heartbeat import Heartbeat
 from ingot.training.runtime.lease import Lease
 from ingot.training.runtime.run_files import FINISHED, GUARDS, TOKENIZER
 from ingot.training.runtime.run_folder import check_disk_space, open_run_folder, write_config
-from ingot.training.runtime.sample_log import SampleLog, cut_back
+from ingot.training.runtime.sample_log import SampleLog, truncate_sample_logs
 
 
 class RunSession:
@@ -37,7 +37,7 @@ class RunSession:
         """Write what belongs to a run that continues after `batch`."""
         if not self.is_owner:
             return
-        cut_back(self.folder, batch)
+        truncate_sample_logs(self.folder, batch)
         if batch < total:
             (self.folder / FINISHED).unlink(missing_ok=True)
         write_config(self.folder, self.config)
@@ -47,7 +47,7 @@ class RunSession:
     def roll_back(self, batch: int) -> None:
         """Forget the samples after a batch. The sample logs of all ranks must be closed."""
         if self.is_owner:
-            cut_back(self.folder, batch)
+            truncate_sample_logs(self.folder, batch)
 
     def record_anomaly(self, line: dict[str, Any]) -> None:
         """Append a line to guards.jsonl."""
@@ -63,7 +63,7 @@ class RunSession:
     def finish(self, batch: int) -> None:
         """Mark the run as finished."""
         if self.is_owner:
-            write_atomically(self.folder / FINISHED, f"{batch}\n")
+            write_whole(self.folder / FINISHED, f"{batch}\n")
 
     def close(self) -> None:
         self.samples.close()
