@@ -20,7 +20,7 @@ layout, _ = choose_layout(config.parallel, world, config.model, batch, StepShape
 bytes = dry_run(
     config.model, config.parallel, layout, seq_len=config.max_seq_len, micro=StepShape.of(config).micro,
     precision=config.precision, recompute=StepShape.of(config).recompute,
-    make_optimizer=lambda spread: torch.optim.AdamW(list(spread.names), foreach=False),
+    make_optimizer=lambda spread: torch.optim.AdamW(list(spread.roots[0].parameters()), foreach=False),
 )
 estimate = estimate_memory(config.model, layout, config.parallel, StepShape.of(config)).total
 share = config.model.parameters * 4 * layout.replicate / layout.size

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ingot.training import testing
 from ingot.training.runtime.gc_control import COLLECT_EVERY, GcControl
-from ingot.training.step import TrainStep
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,8 @@ def test_no_step_of_a_run_is_interrupted_by_the_collector(
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
 
-    whole, seen = TrainStep.run, []
-    monkeypatch.setattr(TrainStep, "run", lambda self, batch: (seen.append(gc.isenabled()), whole(self, batch))[1])
+    seen = []
+    monkeypatch.setattr(testing, "_wrapper", lambda trainer, batch, step: (seen.append(gc.isenabled()), step(batch))[1])
     small = ["model.d_model=16", "model.n_heads=2", "model.n_layers=1", "model.vocab_size=320", "max_seq_len=16",
              "global_train_batch_size=4", "max_duration=3ba", "scheduler.t_warmup=0ba"]  # fmt: skip
     train(load_config(RunConfig, [*small, f"data={data}", f"save_folder={tmp_path / 'run'}"]))

@@ -22,9 +22,10 @@ from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.errors import ConfigError
 from ingot.parallel.dtensor import local
-from ingot.parallel.executors.distributed import Spread
+from ingot.parallel.executors.base import scale_gradients, squared_norm
+from ingot.parallel.fsdp import reduce_gradients
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import spread_model
+from ingot.parallel.parallelize import ParallelModel, spread_model
 
 
 def dry_run(
@@ -36,7 +37,7 @@ def dry_run(
     micro: int,
     precision: str,
     recompute: str | None,
-    make_optimizer: Callable[[Spread], torch.optim.Optimizer],
+    make_optimizer: Callable[[ParallelModel], torch.optim.Optimizer],
 ) -> dict[str, int]:
     """Bytes on rank 0: `weights`, `gradients` and `optimizer` between steps, and `peak`, the maximum during a step."""
     if layout.pipeline > 1:
@@ -51,26 +52,28 @@ def dry_run(
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # sharding happens outside of the mode, since a mesh computes with real indices
-        spread = spread_model(
+        model = spread_model(
             config, parallel, layout, device, seq_len=seq_len, precision=precision, kernel="sdpa", recompute=recompute,
             compiled=False, allocating=fake,
         )  # fmt: skip
-        root = spread.roots[0]
+        root = model.roots[0]
+        parameters = list(root.parameters())
         memory = _LiveBytes()
-        memory.track(map(local, spread.names))
+        memory.track(map(local, parameters))
         sizes = {"weights": memory.live()}
         with fake, memory:
-            optimizer = make_optimizer(spread)
+            optimizer = make_optimizer(model)
             tokens = torch.zeros(micro, seq_len, dtype=torch.long)
             for _ in range(2):  # the first creates the optimizer state; gradients stay, as when accumulating
                 memory.peak = 0
-                spread.before_backward(last=True)
+                reduce_gradients(model.roots, last=True)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
                     loss = root(tokens, tokens)
                 loss.backward()
                 del loss
-                sizes["gradients"] = sum(local(p.grad).nbytes for p in spread.names if p.grad is not None)
-                spread.clip_gradients(1.0)
+                sizes["gradients"] = sum(local(p.grad).nbytes for p in parameters if p.grad is not None)
+                gradients = [local(p.grad) for p in parameters if p.grad is not None]
+                scale_gradients(gradients, squared_norm(gradients).sqrt().float(), 1.0, None)
                 optimizer.step()
         state = (t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor))
         return sizes | {"optimizer": sum(local(t).nbytes for t in state), "peak": memory.peak}

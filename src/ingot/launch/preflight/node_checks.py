@@ -27,7 +27,7 @@ from ingot.errors import DataError, IngotError
 from ingot.launch.profiles import Profile
 from ingot.launch.spec import LaunchSpec
 from ingot.migrate import load_run_config
-from ingot.training.fingerprint import code_hash
+from ingot.version import code_hash
 
 FREE_BYTES = 1_000_000_000  # of the run folder, /tmp and shared memory; the trainer knows what a checkpoint takes
 LEFTOVER_MB = 512  # of GPU memory: another process uses it

@@ -16,7 +16,7 @@ from ingot.launch.supervisor.failure import Failure
 from ingot.training.runtime.heartbeat import Beat
 
 DUMP_SECONDS = 1.0  # for ranks to write their stacks
-COMM_TIMER = "ingot/parallel/comm_timer.py"  # wraps every wait
+COMM_TIMER = "ingot/parallel/executors/comm_timer.py"  # wraps every wait
 
 
 def explain_hang(

@@ -11,9 +11,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
+from ingot.parallel.executors.base import Executor
 from ingot.training.runtime.hangup import ignores_hangup, leave_terminal
 from ingot.training.runtime.run_files import STOP
 
@@ -50,8 +48,6 @@ class StopRequest:
         self.old_handlers: dict[signal.Signals, object] = {}
         if threading.current_thread() is threading.main_thread():
             self.old_handlers = {s: signal.signal(s, self._handle) for s in SIGNALS if not ignores_hangup(s)}
-        self.flag = torch.zeros(1, dtype=torch.int32)
-        self.reduction: dist.Work | None = None
 
     def close(self) -> None:
         for number, handler in self.old_handlers.items():
@@ -73,22 +69,12 @@ class StopRequest:
             self.number = 2 if (self.folder / STOP).exists() else 0
         return self.number
 
-    def before_first_step(self) -> str:
+    def before_first_step(self, executor: Executor) -> str:
         """Why not to start at all, the same on every rank: a file STOP created during start-up. Signals and wall time
         count after a step, so that a run that is restarted again and again makes progress."""
-        self.flag.fill_(2 if (self.folder / STOP).exists() else 0)
-        if dist.is_initialized():
-            dist.all_reduce(self.flag, op=dist.ReduceOp.MAX)
-        return REASONS[int(self.flag)]
+        own = 2 if (self.folder / STOP).exists() else 0
+        return REASONS[int(max(flag for (flag,) in executor.all_gather([own])))]
 
-    def after_step(self) -> str:
+    def after_step(self, executor: Executor) -> str:
         """Why the run must stop now, the same on every rank; empty to continue."""
-        if not dist.is_initialized():
-            return REASONS[self._local_request()]
-        number = 0
-        if self.reduction is not None:
-            self.reduction.wait()
-            number = int(self.flag)
-        self.flag.fill_(self._local_request())
-        self.reduction = dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, async_op=True)
-        return REASONS[number]
+        return REASONS[executor.any_rank(self._local_request())]
