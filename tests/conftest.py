@@ -31,22 +31,35 @@ TINY = [
 ]  # fmt: skip
 
 
-ONE_WORKER = {"cluster": "slurm", "s3": "object-store"}
-"""Fixtures that all tests of a run should take from one worker."""
-ONE_WORKER_PER_FILE = {"azure", "folder", "reference", "runs", "trained"}
-"""Fixtures that take seconds and serve one file."""
+WORKER_GROUPS = {
+    "slurm": ["launch/test_array", "launch/test_preflight", "launch/test_slurm", "launch/test_transport"],
+    "object-store": ["data/test_cache", "checkpoint/test_remote"],
+    "parity": ["parallel/test_parity"],
+    "readme": ["test_readme"],
+    "verbs": ["cli/test_verbs"],
+    "gpu": ["train/test_gpu"],
+}  # fmt: skip
+"""Files whose tests share an expensive fixture, and therefore one worker. All other tests run in any worker."""
+GROUP_OF = {f"tests/{file}.py": group for group, files in WORKER_GROUPS.items() for file in files}
+assert all((Path(__file__).parent.parent / file).is_file() for file in GROUP_OF), "a file of WORKER_GROUPS is gone"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """`--dist loadgroup` by file, since xdist 3.8 loses the group marks with pytest 9.2."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return GROUP_OF.get(nodeid.partition("::")[0], nodeid)
+
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`: tests with an expensive fixture run in one worker, all others in any.
-
-    The longest come first, so that no worker runs on alone at the end.
-    """
-    for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        groups = [ONE_WORKER[name] for name in sorted(fixtures & ONE_WORKER.keys())]
-        if groups or fixtures & ONE_WORKER_PER_FILE:
-            item.add_marker(pytest.mark.xdist_group(groups[0] if groups else item.path.stem))
+    """The longest come first, so that no worker runs on alone at the end."""
     first = ("test_readme.py", "test_parity.py")
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
