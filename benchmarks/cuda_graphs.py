@@ -19,7 +19,7 @@ from gpu_profile import run_header, show
 
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
-from ingot.model.gpt import flops_per_token
+from ingot.model.shapes import flops_per_token
 from ingot.training.cuda_graph import choose_graph
 from ingot.training.device import peak_flops
 from ingot.training.step import TrainStep

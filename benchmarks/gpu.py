@@ -51,9 +51,9 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
-from ingot.model.attention import choose_kernel
-from ingot.model.gpt import flops_per_token
 from ingot.model.init import build_model
+from ingot.model.shapes import flops_per_token
+from ingot.parallel.build import BuildOptions, LossModel, build_single, compile_model
 from ingot.training.device import peak_flops
 from ingot.training.optimizer import Optimizer
 from ingot.training.schedule import lr_multiplier
@@ -270,16 +270,20 @@ def cut(batch: Batch, start: int, rows: int) -> Batch:
 
 def build(system: str, config: RunConfig, size: Size, device: torch.device) -> TrainStep | PeerStep:
     """A system ready to train, from the same weights as every other."""
-    model: Any = build_model(config.model, config.seed, device)
     compile = device.type == "cuda"
     if system == "ingot":
-        kernel, _ = choose_kernel(config.model, device)
-        model.use_kernel(kernel, config.max_seq_len, device)
-        model.use_precision(config.precision, device)
-        optimizer = Optimizer(config.optimizer, {p: name for name, p in model.named_parameters()})
-        return TrainStep(config, model.compiled() if compile else model, optimizer, device, size.micro)
-    model = build_peer(system, config, dict(model.named_parameters()), device)
+        root, _ = build_single(config.model, config.seed, BuildOptions(device, config.precision, config.max_seq_len))
+        if compile:
+            compile_model(root)
+        return TrainStep(config, root, make_optimizer(config, root), device, size.micro)
+    weights = dict(build_model(config.model, config.seed, device).named_parameters())
+    model: Any = build_peer(system, config, weights, device)
+    del weights
     return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
+
+
+def make_optimizer(config: RunConfig, root: LossModel) -> Optimizer:
+    return Optimizer(config.optimizer, {p: name for name, p in root.gpt.named_parameters()})
 
 
 def learn(config: RunConfig, step: TrainStep | PeerStep, batches: list[Batch], highest: bool = False) -> list[float]:
@@ -300,14 +304,13 @@ def train_reference(
 ) -> list[float]:
     """The losses of the same steps in fp32, neither compiled nor with a kernel of ours."""
     exact = config.model_copy(update={"precision": "fp32"})
-    model = build_model(exact.model, exact.seed, device)
-    model.recompute = "full" if recomputed else None
-    optimizer = Optimizer(exact.optimizer, {p: name for name, p in model.named_parameters()})
-    step = TrainStep(exact, model, optimizer, device, max(1, len(batches[0].tokens) // 4))
+    kind = "full" if recomputed else None
+    root, _ = build_single(exact.model, exact.seed, BuildOptions(device, "fp32", exact.max_seq_len, kind))
+    step = TrainStep(exact, root, make_optimizer(exact, root), device, max(1, len(batches[0].tokens) // 4))
     torch.backends.cuda.matmul.allow_tf32 = True
     result = learn(exact, step, batches, highest)
     torch.backends.cuda.matmul.allow_tf32 = False
-    del step, model, optimizer
+    del step, root
     clean(device)
     return result
 

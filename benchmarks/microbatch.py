@@ -21,11 +21,10 @@ from torch import nn
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.model.attention import choose_kernel
-from ingot.model.init import build_model
+from ingot.parallel.build import BuildOptions, build_single
 from ingot.parallel.executors.distributed import Spread
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import spread_model
+from ingot.parallel.parallelize import parallelize
 from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import join_world
 from ingot.training.device import device_memory
@@ -39,20 +38,16 @@ DEVICE = torch.device("cuda", 0)
 
 def measure(recipe: str, overrides: list[str], wrapped: bool) -> str:
     config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false", *overrides])
-    kernel, _ = choose_kernel(config.model, DEVICE)
     spread = None
     if wrapped:
-        spread = spread_model(
-            config.model, config.parallel, Layout(), DEVICE, seq_len=config.max_seq_len, precision=config.precision,
-            kernel=kernel, recompute=choose_recompute(config, Layout(), device_memory(DEVICE))[0], compiled=False,
-        )  # fmt: skip
+        recompute = choose_recompute(config, Layout(), device_memory(DEVICE))[0]
+        options = BuildOptions(DEVICE, config.precision, config.max_seq_len, recompute)
+        spread = Spread(parallelize(config.model, config.parallel, Layout(), options))
         spread.init_weights(1)
         model, names = spread.roots[0], spread.names
     else:
-        model = build_model(config.model, 1, DEVICE)
-        model.use_kernel(kernel, config.max_seq_len, DEVICE)
-        model.use_precision(config.precision, DEVICE)
-        names = {p: name for name, p in model.named_parameters()}
+        model, _ = build_single(config.model, 1, BuildOptions(DEVICE, config.precision, config.max_seq_len))
+        names = {p: name for name, p in model.gpt.named_parameters()}
     optimizer = Optimizer(config.optimizer, names)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

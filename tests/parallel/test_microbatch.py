@@ -102,14 +102,14 @@ def test_on_one_gpu_as_little_is_recomputed_as_leaves_room_for_4096_tokens(
     """By what would fit; tests/train/test_gpu.py has a real one."""
 
     def largest(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, int]:
-        room = fits[microbatch.KINDS.index(model.recompute)]
+        room = fits[microbatch.KINDS.index(model.gpt.activation_checkpointing)]
         return max([n for n in sizes if n <= room], default=0), 1 << 30
 
     monkeypatch.setattr(microbatch, "_largest_that_fits", largest)
     config = load_config(RunConfig, ["mpt-7b", f"device_train_microbatch_size={asked}", "data=x"])
-    model = SimpleNamespace(recompute=None)
+    model = SimpleNamespace(gpt=SimpleNamespace(activation_checkpointing=None))
     found, why = microbatch.choose_microbatch(config, model, torch.device("cuda"), None, tmp_path)  # type: ignore[arg-type]
-    assert (found, model.recompute) == (size, recomputed)
+    assert (found, model.gpt.activation_checkpointing) == (size, recomputed)
     assert said in why
 
 
@@ -120,7 +120,9 @@ def test_a_model_that_does_not_fit_at_all_is_refused_with_what_is_left_to_try(
     for asked, advice in (("auto", "use a shorter"), ("none", "use activation_checkpointing=true, a shorter")):
         config = load_config(RunConfig, ["mpt-30b", f"activation_checkpointing={asked}", "data=x"])
         with pytest.raises(ConfigError, match=advice):
-            microbatch.choose_microbatch(config, SimpleNamespace(), torch.device("cuda"), None, tmp_path)  # type: ignore[arg-type]
+            microbatch.choose_microbatch(
+                config, SimpleNamespace(gpt=SimpleNamespace()), torch.device("cuda"), None, tmp_path
+            )  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

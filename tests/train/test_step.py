@@ -9,6 +9,8 @@ from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.open_dataset import IGNORE
 from ingot.model.init import build_model
+from ingot.model.kernels import attach
+from ingot.parallel.build import LossModel
 from ingot.training.device import peak_flops
 from ingot.training.optimizer import Optimizer
 from ingot.training.step import TrainStep
@@ -21,8 +23,11 @@ def make_step(micro: int, **values: object) -> TrainStep:
     base = {"model": model, "max_seq_len": 24, "data": "x", "global_train_batch_size": 8, "precision": "fp32"}
     config = validate(RunConfig, base | values)
     gpt = build_model(config.model, 1, CPU)
-    gpt.recompute = config.recompute
-    return TrainStep(config, gpt, Optimizer(config.optimizer, {p: n for n, p in gpt.named_parameters()}), CPU, micro)
+    gpt.activation_checkpointing = config.recompute
+    attach(gpt, device=CPU, precision=config.precision)
+    return TrainStep(
+        config, LossModel(gpt), Optimizer(config.optimizer, {p: n for n, p in gpt.named_parameters()}), CPU, micro
+    )
 
 
 def make_batch(uneven: bool) -> Batch:
@@ -56,7 +61,7 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences() -> None:
     batch = make_batch(uneven=True)
     step = make_step(2)
     with torch.no_grad():
-        logits = step.model(torch.from_numpy(batch.tokens))
+        logits = step.model.gpt(torch.from_numpy(batch.tokens))
         expected = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten(), ignore_index=IGNORE
         )

@@ -14,6 +14,7 @@ from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import ConfigError
 from ingot.evaluation.validation import Evaluation, evaluate
+from ingot.parallel.build import LossModel
 from ingot.training.device import choose_device
 
 
@@ -33,4 +34,4 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     folder = tokenizer_folder(path)
     tokenizer = load_tokenizer(folder) if folder else None
     batch = config.device_eval_batch_size or EVAL_BATCH
-    return evaluate(config, load_model(path, device), data, device, batch, tokenizer), data.describe()
+    return evaluate(config, LossModel(load_model(path, device)), data, device, batch, tokenizer), data.describe()

@@ -12,6 +12,7 @@ from torch import nn
 from ingot.config.run import RunConfig
 from ingot.data.loading.open_dataset import IGNORE, Dataset
 from ingot.data.tokenizer import Tokenizer
+from ingot.model.kernels import refresh
 from ingot.training.device import autocast
 from ingot.training.step import to_device
 
@@ -57,6 +58,7 @@ def evaluate(
     if token_bytes is not None:  # ids beyond the tokenizer's stand for no text
         token_bytes = np.pad(token_bytes, (0, max(0, config.model.vocab_size - len(token_bytes))))
     was_training = model.training
+    refresh(model)
     spread.train(False) if spread is not None else model.eval()
     rank, ranks = (spread.mesh.data_rank, spread.mesh.layout.data) if spread is not None else (0, 1)
     total = torch.zeros((), device=device, dtype=torch.float64)

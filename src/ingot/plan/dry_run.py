@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_iter
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.errors import ConfigError
+from ingot.parallel.build import BuildOptions
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.distributed import Spread
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import spread_model
+from ingot.parallel.parallelize import parallelize
 
 
 def dry_run(
@@ -51,10 +52,8 @@ def dry_run(
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # cutting happens outside of the mode, since a mesh computes with real indices
-        spread = spread_model(
-            config, parallel, layout, device, seq_len=seq_len, precision=precision, kernel="sdpa", recompute=recompute,
-            compiled=False, allocating=fake,
-        )  # fmt: skip
+        options = BuildOptions(device, precision, seq_len, recompute, allocating=fake)
+        spread = Spread(parallelize(config, parallel, layout, options))
         root = spread.roots[0]
         memory = _LiveBytes()
         memory.count(map(local, spread.names))

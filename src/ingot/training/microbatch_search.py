@@ -86,7 +86,7 @@ def choose_microbatch(
             size, why = sizes[-1], f"{too_much} was too much for the memory earlier in this run"
         if config.activation_checkpointing == "auto" and device.type == "cuda" and spread is None:
             _try_kinds(config, model, device, [size], size)  # if none fits, the first step will halve the size
-            why += f"; recomputed: {model.recompute or 'nothing'}"
+            why += f"; recomputed: {model.gpt.activation_checkpointing or 'nothing'}"
         return size, why
     if device.type == "cpu":
         size = max([n for n in sizes if n * config.max_seq_len <= CPU_TOKENS] or [1])
@@ -201,9 +201,9 @@ def _try_sizes(config: RunConfig, model: Any, device: torch.device, sizes: list[
     enough = min(sizes[-1], -(-ENOUGH_TOKENS // config.max_seq_len))
     kinds = KINDS if config.activation_checkpointing == "auto" else (config.recompute,)
     tried = _try_kinds(config, model, device, sizes, enough, kinds)
-    size, peak = tried[model.recompute]
+    size, peak = tried[model.gpt.activation_checkpointing]
     if size == 0:
-        advice = "" if model.recompute == "full" else "activation_checkpointing=true, "
+        advice = "" if model.gpt.activation_checkpointing == "full" else "activation_checkpointing=true, "
         raise ConfigError(
             f"not even one sequence fits into the GPU's memory: use {advice}a shorter max_seq_len or a smaller model"
         )
@@ -211,8 +211,12 @@ def _try_sizes(config: RunConfig, model: Any, device: torch.device, sizes: list[
     why = largest if size == sizes[-1] else "the largest that fits"
     why += f", tried before the first step ({peak / 2**30:.1f} GiB with optimizer state)"
     if config.activation_checkpointing == "auto":
-        others = ", ".join(f"{n} with {kind or 'nothing'}" for kind, (n, _) in tried.items() if kind != model.recompute)
-        why += f"; recomputed: {model.recompute or 'nothing'}"
+        others = ", ".join(
+            f"{n} with {kind or 'nothing'}"
+            for kind, (n, _) in tried.items()
+            if kind != model.gpt.activation_checkpointing
+        )
+        why += f"; recomputed: {model.gpt.activation_checkpointing or 'nothing'}"
         why += f", since the largest would be {others}" if others else ""
     return size, why
 
@@ -229,12 +233,12 @@ def _try_kinds(
     best, of equals the one that recomputes least; where nothing fits, with the last."""
     tried: dict[str | None, tuple[int, int]] = {}
     for kind in kinds:
-        model.recompute = kind
+        model.gpt.activation_checkpointing = kind
         tried[kind] = _largest_that_fits(config, model, device, sizes)
         if tried[kind][0] >= enough:
             break
     if any(size for size, _ in tried.values()):
-        model.recompute = max(tried, key=lambda kind: tried[kind][0])
+        model.gpt.activation_checkpointing = max(tried, key=lambda kind: tried[kind][0])
     return tried
 
 

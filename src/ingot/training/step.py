@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model.gpt import IGNORE
+from ingot.model.kernels import refresh
 from ingot.training.device import autocast
 from ingot.training.loss_scale import LossScale
 from ingot.training.optimizer import Optimizer, clip_gradients
@@ -73,6 +74,7 @@ class TrainStep:
         own_tokens = int(np.count_nonzero(batch.labels != IGNORE))
         if self.spread is None:
             self.model.train()
+            refresh(self.model)
             return self._microbatches(batch, self._divisor(own_tokens))
         self.spread.train()
         batch_tokens = self.spread.batch_tokens(own_tokens)

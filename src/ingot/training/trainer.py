@@ -27,9 +27,8 @@ from ingot.data.loading.open_dataset import Dataset, open_dataset
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, ConfigError
 from ingot.evaluation.validation import Evaluation, evaluate
-from ingot.model.attention import choose_kernel
-from ingot.model.gpt import flops_per_token, parameter_shapes
-from ingot.model.init import build_model
+from ingot.model.shapes import flops_per_token, parameter_shapes
+from ingot.parallel.build import BuildOptions, build_single, compile_model
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
@@ -131,31 +130,31 @@ class Trainer:
         compiled, compile_why = devices.choose_compile(config, self.device, self.layout)
         deterministic = devices.make_deterministic(config, self.device, compiled)
         torch.manual_seed(config.seed)
-        kernel, why = choose_kernel(config.model, self.device)
         if compiled and self.device.type == "cuda":  # on a CPU threads compile
             start_compilers()
         if isinstance(config.activation_checkpointing, float):
             devices.set_memory_budget(config.activation_checkpointing, compiled)
         self.spread: Spread | None = None
         if self.world is None:
-            model: Any = build_model(config.model, config.seed, self.device)
-            model.recompute = config.recompute  # what "auto" comes to is tried with the microbatch
-            model.use_kernel(kernel, config.max_seq_len, self.device)
-            if note := model.use_precision(config.precision, self.device):
-                reporter.note(note)
-            self.names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+            # what "auto" comes to is tried with the microbatch
+            options = BuildOptions(self.device, config.precision, config.max_seq_len, config.recompute)
+            model: Any
+            model, notes = build_single(config.model, config.seed, options)
+            self.names: dict[torch.Tensor, str] = {p: name for name, p in model.gpt.named_parameters()}
         else:
-            from ingot.parallel.parallelize import spread_model  # a second of imports that one process has no use for
+            # a second of imports that one process has no use for
+            from ingot.parallel.executors import distributed
+            from ingot.parallel.parallelize import parallelize
 
-            self.spread = spread_model(
-                config.model, config.parallel, self.layout, self.device, seq_len=config.max_seq_len,
-                precision=config.precision, kernel=kernel, recompute=recompute, compiled=compiled,
-            )  # fmt: skip
+            options = BuildOptions(self.device, config.precision, config.max_seq_len, recompute, compiled)
+            built = parallelize(config.model, config.parallel, self.layout, options)
+            notes = built.notes
+            self.spread = distributed.Spread(built)
             self.spread.init_weights(config.seed)
             model, self.names = self.spread.roots[0], self.spread.names
         self.shapes = parameter_shapes(config.model)
         parameters = config.model.parameters
-        reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
+        reporter.note(f"model {config.model.family}, {parameters:,} parameters; {'; '.join(notes)}")
         self.optimizer = Optimizer(config.optimizer, self.names)
         self.saving = Checkpointer(
             config, self.clock, self.names, self.shapes, self.optimizer, reporter, self.world, self.spread
@@ -169,7 +168,9 @@ class Trainer:
         self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
         self.peak, source = devices.peak_flops(self.device, config.precision)
         reporter.note(f"peak {self.peak / 1e12:.3g} TFLOP/s for utilisation ({source})")
-        self.runnable: Any = model.compiled() if compiled and self.spread is None else model
+        if compiled and self.spread is None:
+            compile_model(model)
+        self.runnable: Any = model
         reporter.note(f"torch.compile {compile_why}; deterministic kernels {'on' if deterministic else 'off'}")
         self.step = TrainStep(config, self.runnable, self.optimizer, self.device, micro, self.spread, self._accept)
         self.settled = False  # what can be decided only after a step
@@ -372,7 +373,7 @@ class Trainer:
             return
         self.settled = True
         least = self.step.micro * self.config.max_seq_len * self.flops / self.peak
-        recompute = self.runnable.recompute if self.spread is None else None
+        recompute = self.runnable.gpt.activation_checkpointing if self.spread is None else None
         if note := choose_graph(self.step, batch, recompute, least):
             self.reporter.note(note)
 

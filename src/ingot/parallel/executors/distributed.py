@@ -5,24 +5,22 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ingot.config.model import ModelConfig
 from ingot.model.init import init_weight
 from ingot.parallel.dtensor import fill, gather, local, scale_to_limit
-from ingot.parallel.mesh import ParallelMesh
-from ingot.parallel.pipeline import Pipeline, stage_of_parameter
+from ingot.parallel.parallelize import ParallelModel
+from ingot.parallel.pipeline import stage_of_parameter
 
 
 class Spread:
     """This process's part of a model, and what needs all processes: sums, norms, weights in and out."""
 
-    def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, roots: list[nn.Module], pipeline: Pipeline | None, stages: int
-    ):
-        self.config, self.mesh, self.roots, self.pipeline, self.stages = config, mesh, roots, pipeline, stages
+    def __init__(self, built: ParallelModel):
+        self.config, self.mesh, self.roots, self.pipeline = built.config, built.mesh, built.roots, built.pipeline
+        self.stages, roots, pipeline, mesh = built.stages, built.roots, built.pipeline, built.mesh
         self.names: dict[Tensor, str] = {
             parameter: name.removeprefix("gpt.") for root in roots for name, parameter in root.named_parameters()
         }
