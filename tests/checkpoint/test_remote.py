@@ -12,6 +12,7 @@ from object_store import bucket
 from test_saver import assert_equal, read, state
 
 import ingot.storage.object_store as remote_module
+from ingot.api import train
 from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.location import CheckpointLocation, find_checkpoints
 from ingot.checkpoint.manifest import MODEL, steps_in
@@ -20,7 +21,6 @@ from ingot.checkpoint.store import save_checkpoint
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, ConfigError, DiskError
-from ingot.report.listeners import train
 from ingot.report.metrics_file import read_rows
 from ingot.storage.object_store import Remote
 

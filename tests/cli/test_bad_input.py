@@ -92,9 +92,9 @@ def test_too_little_disk_space_is_found_before_the_first_step(data: Path, tmp_pa
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ingot.api import train
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.report.listeners import train
 
     folder = tmp_path_factory.mktemp("trained") / "run"
     train(load_config(RunConfig, [*TINY, "max_duration=2ba", f"data={data}", f"save_folder={folder}"]))

@@ -85,7 +85,7 @@ def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(da
     run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
     run.wait_for_batch(2)
     said = Run(data, run.folder, nproc=1).run(code=2)
-    assert f"belongs to a run that is going on, process {run.ranks()[0]} on" in said
+    assert f"is in use by process {run.ranks()[0]} on" in said
     run.process.terminate()
     run.end(code=75)
 

@@ -14,7 +14,7 @@ from conftest import TINY
 from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.supervisor import node_agent as worker
+from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.attempt import run_attempt
 from ingot.launch.supervisor.failure import LEFT_ALONE, VARIABLE, read_failure
 from ingot.launch.supervisor.local_ranks import Node
@@ -70,12 +70,12 @@ def test_on_several_nodes_a_term_counts_as_a_stop_only_if_one_was_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int], changes: dict[str, int], file: str | None,
     stops: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(worker, "PATIENCE", 0.1)
+    monkeypatch.setattr(node_agent, "PATIENCE", 0.1)
     launch = spec(run_folder=str(tmp_path), workdir=str(tmp_path), image=None, **changes)
     launch.folder.mkdir()
     if file:
         (tmp_path / file).touch()
-    node = worker.Worker(launch, {"SLURM_JOB_ID": "7", worker.ATTEMPT_VARIABLE: "7.1.2"})
+    node = node_agent.NodeAgent(launch, {"SLURM_JOB_ID": "7", node_agent.ATTEMPT_VARIABLE: "7.1.2"})
     assert node._stop_requested(signals) is stops
 
 

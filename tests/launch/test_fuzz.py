@@ -12,11 +12,11 @@ from typing import Any, get_origin
 
 import pytest
 import yaml
+from manifests import manifest_problems
 from specs import LAUNCH, VALUES
 
 from ingot.errors import ConfigError
-from ingot.launch.kubernetes.kubectl import check_manifest
-from ingot.launch.kubernetes.kubectl import render as render_manifest
+from ingot.launch.kubernetes.objects import render as render_manifest
 from ingot.launch.slurm.prepare_array import render_array, render_last
 from ingot.launch.slurm.script import render as render_script
 from ingot.launch.spec import LaunchSpec, make_spec
@@ -99,7 +99,8 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
 def check_back(spec: LaunchSpec, text: str) -> None:
     """Another reader finds the spec as it was, and only the objects that belong there."""
     documents = list(yaml.safe_load_all(text))
-    assert len(documents) == len(check_manifest(text))
+    assert not manifest_problems(text)
+    assert len({document["kind"] for document in documents}) == len(documents)
     assert make_spec(json.loads(documents[0]["stringData"]["spec.json"])) == spec
     claims = [claim.partition(":")[0] for claim in spec.claims]
     assert all(f"claimName: {claim}\n" in text or f'claimName: "{claim}"\n' in text for claim in claims)

@@ -19,7 +19,7 @@ from ingot.launch.slurm.script import MAX_REQUEUES, render
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.status import read_status
 from ingot.launch.submit import submit_to_slurm
-from ingot.launch.supervisor import node_agent as worker
+from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.restart_policy import judge, read_failures
 
 # an attempt that ends with what the test says; CHECKPOINT is the step that it saves. Staging is done as srun does it.
@@ -177,7 +177,7 @@ def test_swapping_bad_nodes_for_spares_is_not_an_attempt_without_progress(
     monkeypatch.setattr(Preflight, "run", find)
     monkeypatch.chdir(tmp_path)
     for attempt in ("7.0.1", "7.0.2", "7.0.3"):
-        node = worker.Worker(launched, {"SLURM_JOB_ID": "7", worker.ATTEMPT_VARIABLE: attempt})
+        node = node_agent.NodeAgent(launched, {"SLURM_JOB_ID": "7", node_agent.ATTEMPT_VARIABLE: attempt})
         monkeypatch.setattr(node, "_limits", lambda: None)
         assert node.run() == 1
     assert (launched.folder / "bad.7").read_text() == "n1\n" * 3

@@ -39,7 +39,7 @@ def test_on_a_cpu_a_run_trains_and_saves_without_the_compiler(data: Path, tmp_pa
     program = """
 import sys
 from ingot.config.load import load_config
-from ingot.report.listeners import train
+from ingot.api import train
 from ingot.config.run import RunConfig
 train(load_config(RunConfig, sys.argv[1:]))
 sys.exit("torch._dynamo" in sys.modules)

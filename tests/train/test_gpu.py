@@ -19,9 +19,9 @@ CONFIG = ["model.d_model=256", "model.n_heads=4", "model.n_layers=4", "model.voc
 
 
 def run(data: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    from ingot.api import train
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.report.listeners import train
 
     train(load_config(RunConfig, [*CONFIG, f"data={data}", f"save_folder={folder}", *more]))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

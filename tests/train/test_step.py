@@ -7,7 +7,7 @@ import torch
 from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.data.loading.open_dataset import IGNORE
+from ingot.data.loading.token_dataset import IGNORE
 from ingot.model.init import build_model
 from ingot.model.kernels import attach
 from ingot.parallel.build import LossModel

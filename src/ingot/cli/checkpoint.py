@@ -103,14 +103,13 @@ def size(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...
 
     Example: ingot checkpoint size mpt-30b mpt-70b
     """
-    from ingot.config.load import load_config
-    from ingot.config.run import RunConfig
+    from ingot.migrate import load_run_config
     from ingot.parallel.layout import Layout
     from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
     rows = []
     for recipe in recipes:
-        config = load_config(RunConfig, [recipe])
+        config = load_run_config([recipe])
         needs = estimate_memory(config.model, Layout(), config.parallel, StepShape.of(config))
         sizes = [f"{count / 2**30:,.1f} GiB" for count in (needs.weights, needs.saved)]
         rows.append([recipe, f"{needs.weights / 4:,.0f}", *sizes])
@@ -158,9 +157,10 @@ def consolidate(
 
 
 def _places(where: str) -> "list[CheckpointLocation]":
-    from ingot.checkpoint.location import find_checkpoints, incomplete_places, is_url
+    from ingot.checkpoint.location import find_checkpoints, incomplete_places
     from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
     from ingot.errors import CheckpointError
+    from ingot.storage.object_store import is_url
 
     if not is_url(where) and not Path(where).exists():
         raise CheckpointError(f"no such run or checkpoint: {where}")

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from ingot.errors import DataError
+from ingot.storage.byte_sizes import parse_bytes
 
 # Options of the peers that take several values after one name.
 _LISTS = {"splits", "json_keys", "jsonl_keys", "input", "path", "input_folder"}
@@ -268,10 +269,10 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def _bytes(option: str, text: str) -> int:
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", text.lower())
-    if not match:
-        raise DataError(f"--{option} {text}: give a size such as 1.5gb or 800mb")
-    return int(float(match[1]) * 1000 ** " kmgt".index(match[2] or " "))
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise DataError(f"--{option}: {error}") from None
 
 
 def _print_summary(where: str, split: Any, seconds: float) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ingot.config.run import RunConfig
-from ingot.data.loading.open_dataset import IGNORE, Dataset
+from ingot.data.loading.token_dataset import IGNORE, Dataset
 from ingot.data.tokenizer import Tokenizer
 from ingot.model.kernels import refresh
 from ingot.training.device import autocast

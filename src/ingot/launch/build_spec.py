@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ingot.config.load import check_recipe, load_config
-from ingot.config.run import RunConfig
-from ingot.errors import ConfigError
+from ingot.config.recipes import check_recipe
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
 from ingot.launch.supervisor.restart_policy import read_history
+from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.training.runtime.run_files import METRICS
 
@@ -30,7 +29,7 @@ def place_training(
 ) -> tuple[LaunchSpec, list[str]]:
     """The spec of a training run, and sentences on what was decided."""
     check_recipe(arguments)
-    config = load_config(RunConfig, arguments, dialect=dialect)
+    config = load_run_config(arguments, dialect)
     run = Path(config.run_folder).absolute()
     values, notes = with_defaults(options)
     values |= {"verb": "train", "run_folder": str(run), "workdir": os.getcwd(),
@@ -102,11 +101,3 @@ def strikes(run: Path, least: int = STRIKES) -> dict[str, int]:
         if line["kind"] in INFRASTRUCTURE and isinstance(line.get("host"), str) and line["host"]:
             counts[line["host"]] = counts.get(line["host"], 0) + 1
     return {host: count for host, count in counts.items() if count >= least}
-
-
-def parse_env(pairs: list[str]) -> dict[str, str]:
-    """NAME=VALUE options as a dictionary."""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ConfigError(f"--env {pair!r} has no value; write --env NAME=VALUE, or --secret NAME to pass one on")
-    return dict(pair.split("=", 1) for pair in pairs)

@@ -10,7 +10,7 @@ from ingot.launch.build_spec import signal_seconds, strikes
 from ingot.launch.image import expected_sum
 from ingot.launch.job_states import is_living, job_states
 from ingot.launch.jobs import add_job, read_jobs
-from ingot.launch.kubernetes import kubectl as kubernetes
+from ingot.launch.kubernetes import kubectl, objects
 from ingot.launch.slurm.prepare_array import ARRAY, LAST, render_array, render_last
 from ingot.launch.slurm.script import ENDS, SCRIPT, STARTS, cancel, render, submit, write_script
 from ingot.launch.spec import LAUNCH, SPEC, LaunchSpec, read_spec
@@ -63,15 +63,15 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
     return ",".join(ids)
 
 
-def submit_to_kubernetes(spec: LaunchSpec, kind: kubernetes.Kind, files: Mapping[str, str]) -> tuple[str, str]:
+def submit_to_kubernetes(spec: LaunchSpec, kind: objects.Kind, files: Mapping[str, str]) -> tuple[str, str]:
     """Apply a run's manifest; gives the name of its object and what kubectl said."""
-    launch = kubernetes.launch_id()
-    text, name = kubernetes.render(spec, kind, launch, files), kubernetes.object_name(spec, launch)
+    launch = objects.new_launch_id()
+    text, name = objects.render(spec, kind, launch, files), objects.object_name(spec, launch)
     run = Path(spec.run_folder)
     if not run.is_dir():  # the volume may be out of sight here
-        return name, kubernetes.apply(text)
+        return name, kubectl.apply(text)
     with _alone(spec):
-        said = kubernetes.apply(text)
+        said = kubectl.apply(text)
         spec.write()
         for file, content in files.items():
             (spec.folder / FILES).mkdir(exist_ok=True)

@@ -4,6 +4,7 @@
 an index. So retrying is done here, around the whole of "fetch and check", and not inside the client.
 """
 
+import io
 import os
 import random
 import shutil
@@ -24,6 +25,11 @@ METADATA_SERVER = "169.254.169.254"
 HINT = "credentials come from the environment (AWS_, GOOGLE_, AZURE_...; AWS_SKIP_SIGNATURE=true for a public bucket)"
 
 T = TypeVar("T")
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is in an object store or on a web server."""
+    return "://" in path
 
 
 class NotThere(Exception):
@@ -147,6 +153,40 @@ class Remote:
             if attempt < self._retries and (stop or threading.Event()).wait(pause):
                 break
         raise DataError(f"{self.url}/{name} could not be {doing} in {attempt + 1} attempts: {reason}")
+
+
+class RemoteFile(io.RawIOBase):
+    """An object as a file: every read requests a range, again if it fails."""
+
+    def __init__(self, url: str):
+        folder, _, self.object = url.rpartition("/")
+        self.remote = Remote(folder)
+        size = self.remote.size(self.object)
+        if size is None:
+            raise DataError(f"{url}: no longer there")
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self.size - self.at)
+        if count <= 0:
+            return 0
+        try:
+            data = self.remote.retry(self.object, lambda: b"".join(self.remote.stream(self.object, self.at, count)))
+        except NotThere:
+            raise DataError(f"{self.remote.url}/{self.object}: gone while it was read") from None
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
 
 
 def _stream_file(path: Path, begin: int | None, count: int) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from ingot.checkpoint.async_writer import AsyncWriter
 from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.location import find_checkpoints, is_url
+from ingot.checkpoint.location import find_checkpoints
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MAX_MANIFEST_BYTES,
@@ -38,6 +38,7 @@ from ingot.training.runtime.run_files import FINISHED, METRICS
 
 if TYPE_CHECKING:
     from ingot.parallel.executors.distributed import Spread
+from ingot.storage.object_store import is_url
 
 SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
 ESTIMATE_MARGIN = 1.25  # of the manifest's size: the write checks the true one

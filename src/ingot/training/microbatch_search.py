@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ingot.checkpoint.manifest import write_atomically
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.parallel.dtensor import local
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import USABLE as ESTIMATED
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
+from ingot.storage.atomic import write_whole
 from ingot.training.device import autocast
 from ingot.training.oom import OutOfMemory
 from ingot.training.runtime.run_files import MICROBATCH
@@ -100,7 +100,7 @@ def choose_microbatch(
 def remember_too_much(folder: Path, size: int, layout: Layout) -> None:
     """Leave word in the run folder that a size did not fit, for whatever starts the run again."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
+    write_whole(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
 
 
 def _too_much(folder: Path, layout: Layout, spread: "Spread | None") -> int | None:

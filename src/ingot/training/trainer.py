@@ -17,8 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.checkpoint.location import is_url
-from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import clear_drafts
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
@@ -32,6 +30,8 @@ from ingot.parallel.build import BuildOptions, build_single, compile_model
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
+from ingot.storage.atomic import write_whole
+from ingot.storage.object_store import is_url
 from ingot.training import device as devices
 from ingot.training.checkpointer import SAVED_STEP, Checkpointer
 from ingot.training.cuda_graph import check_graph, choose_graph
@@ -42,12 +42,12 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.microbatch_search import choose_microbatch, choose_recompute, remember_too_much
 from ingot.training.oom import OutOfMemory, is_out_of_memory
 from ingot.training.optimizer import Optimizer
-from ingot.training.runtime.gc_control import Garbage
+from ingot.training.runtime.gc_control import GcControl
 from ingot.training.runtime.heartbeat import Heartbeat
 from ingot.training.runtime.lease import Lease
 from ingot.training.runtime.run_files import FINISHED, GUARDS, TOKENIZER
 from ingot.training.runtime.run_folder import changed_keys, check_disk_space, open_run_folder, read_state, write_config
-from ingot.training.runtime.sample_log import SampleLog, cut_back
+from ingot.training.runtime.sample_log import SampleLog, truncate_sample_logs
 from ingot.training.runtime.stop import StopRequest, start_compilers
 from ingot.training.schedule import lr_multiplier
 from ingot.training.step import TrainStep
@@ -201,7 +201,7 @@ class Trainer:
             self.saving.start_over()
         reporter_state = self._resume()
         if self.first:
-            cut_back(self.folder, self.batch)
+            truncate_sample_logs(self.folder, self.batch)
             if self.batch < self.total:
                 (self.folder / FINISHED).unlink(missing_ok=True)
             write_config(self.folder, config)
@@ -226,7 +226,7 @@ class Trainer:
         batches = self._open_batches()
         last_save = time.monotonic()
         window = self._open_window()
-        garbage = Garbage()
+        garbage = GcControl()
         try:
             while self.batch < self.total and not reason:
                 self.heartbeat.step(self.batch)
@@ -275,7 +275,7 @@ class Trainer:
         if reason:
             self.reporter.note(f"stopped after batch {self.batch} of {self.total}: {reason}")
         elif self.first:
-            write_atomically(self.folder / FINISHED, f"{self.batch}\n")
+            write_whole(self.folder / FINISHED, f"{self.batch}\n")
         return Result(self.folder, self.batch, loss, evaluation, reason)
 
     def _open_window(self) -> Window:
@@ -319,7 +319,7 @@ class Trainer:
             dist.barrier()  # nobody writes samples before they are cut back
         if self.first:
             if back:
-                cut_back(self.folder, self.batch)
+                truncate_sample_logs(self.folder, self.batch)
             action = f"back to batch {self.batch}, and without it from there" if back else "left out"
             source, size = self.config.sources.train, self.config.global_train_batch_size
             order = self.data.order(self.config.order_seed(source), source.shuffle)

@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ingot.config.data import PlaceConfig
-from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
@@ -27,6 +26,7 @@ from ingot.data.loading.open_dataset import locate
 from ingot.errors import DataError, IngotError
 from ingot.launch.profiles import Profile
 from ingot.launch.spec import LaunchSpec
+from ingot.migrate import load_run_config
 from ingot.training.fingerprint import code_hash
 
 FREE_BYTES = 1_000_000_000  # of the run folder, /tmp and shared memory; the trainer knows what a checkpoint takes
@@ -200,7 +200,7 @@ def config_of(spec: LaunchSpec) -> RunConfig:
     """The config of a training run."""
     begin = spec.arguments.index("--") + 1 if "--" in spec.arguments else 0
     dialect = spec.arguments[1] if spec.arguments[:1] == ["--dialect"] else None
-    return load_config(RunConfig, spec.arguments[begin:], dialect=dialect)
+    return load_run_config(spec.arguments[begin:], dialect)
 
 
 def check_data(spec: LaunchSpec) -> None:

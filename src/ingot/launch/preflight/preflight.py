@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
@@ -35,6 +34,7 @@ from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import STOP_SIGNALS
 from ingot.launch.supervisor.local_ranks import NODES_VARIABLE
 from ingot.launch.supervisor.restart_policy import FINAL, node_name
+from ingot.storage.atomic import write_json
 
 REPORT_SECONDS = 30.0  # for the others' reports
 IMAGE_SECONDS = 300.0  # the same where each node unpacks an image first
@@ -97,7 +97,7 @@ class Preflight:
             else:
                 if self._claim():
                     note(verdict)
-                    _write(self.folder / "verdict.json", asdict(verdict))
+                    write_json(self.folder / "verdict.json", asdict(verdict))
                     return verdict
             return self._read_verdict(note)
 
@@ -237,7 +237,7 @@ class Preflight:
         folder = self.folder / stage
         folder.mkdir(parents=True, exist_ok=True)
         if own is not None:
-            _write(folder / f"{self.host}.json", own | {"time": time.time()})
+            write_json(folder / f"{self.host}.json", own | {"time": time.time()})
         end = time.monotonic() + seconds
         found: dict[str, dict[str, Any]] = {}
         looking = False
@@ -274,15 +274,6 @@ class Preflight:
             time.sleep(POLL_SECONDS)
         content = json.loads(path.read_text(encoding="utf-8"))
         return Verdict([Problem(**problem) for problem in content["problems"]], content["notes"])
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""Short messages between the ranks of a run, through the key-value store of the rendezvous.
+
+Not collectives: a save runs in its own thread next to the training step, and the collectives of two threads would be
+matched in any order.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ingot.errors import CheckpointError, IngotError
+from ingot.parallel.rendezvous import World
+
+TIMEOUT = timedelta(hours=2)  # long enough for the slowest disk; the launcher detects ranks that have died
+OK, FAILED = "=", "!"  # first character of an answer
+T = TypeVar("T")
+
+
+class Coordinator(ABC):
+    """All ranks of a run, seen from one of them. Each thread needs its own, from `for_topic`."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @abstractmethod
+    def for_topic(self, topic: str) -> "Coordinator":
+        """A coordinator of the same ranks, for another thread; all ranks use the same topic there."""
+
+    @abstractmethod
+    def gather_and_decide(self, text: str, decide: Callable[[list[str]], list[str]]) -> str:
+        """Send a text to rank 0, where `decide` turns the texts of all ranks into one answer for each.
+
+        All ranks must call this in the same order. If `decide` fails, every rank raises an error.
+        """
+
+    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Do something on every rank; the first error on any of them is raised on all."""
+        problem = ""
+        try:
+            result = action()
+        except (IngotError, OSError) as error:  # the other ranks must not wait for this one in vain
+            problem = str(error) or type(error).__name__
+        if problem := self.gather_and_decide(problem, lambda texts: [next(filter(None, texts), "")] * len(texts)):
+            raise CheckpointError(problem)
+        return result
+
+
+class LocalCoordinator(Coordinator):
+    """The only rank of a run."""
+
+    def for_topic(self, topic: str) -> Coordinator:
+        return self
+
+    def gather_and_decide(self, text: str, decide: Callable[[list[str]], list[str]]) -> str:
+        return decide([text])[0]
+
+
+class StoreCoordinator(Coordinator):
+    """One of several ranks that share a store."""
+
+    def __init__(self, world: World, topic: str = "checkpoint"):
+        self.rank, self.world_size, self._world = world.place.rank, world.place.world, world
+        self._round = 0
+        # its own connection: waiting on the shared one would block the other threads of this process
+        self._store: dist.Store = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]
+
+    def for_topic(self, topic: str) -> Coordinator:
+        return StoreCoordinator(self._world, topic)
+
+    def gather_and_decide(self, text: str, decide: Callable[[list[str]], list[str]]) -> str:
+        sent, answered = ([f"{self._round}/{way}/{rank}" for rank in range(self.world_size)] for way in ("to", "from"))
+        self._round += 1
+        self._store.set(sent[self.rank], text)
+        if self.is_first:
+            self._store.wait(sent, TIMEOUT)
+            texts = [text.decode() for text in self._store.multi_get(sent)]
+            try:
+                answers = [OK + answer for answer in decide(texts)]
+            except Exception as error:
+                self._store.multi_set(answered, [f"{FAILED}rank 0 failed: {error}"] * self.world_size)
+                raise
+            self._store.multi_set(answered, answers)
+        self._store.wait([answered[self.rank]], TIMEOUT)
+        answer = self._store.get(answered[self.rank]).decode()
+        for key in (sent[self.rank], answered[self.rank]):  # rank 0 has read the first, or it had not answered
+            self._store.delete_key(key)
+        if answer.startswith(FAILED):
+            raise CheckpointError(answer.removeprefix(FAILED))
+        return answer.removeprefix(OK)
