@@ -51,8 +51,8 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
-from ingot.model.gpt import flops_per_token
 from ingot.model.init import build_model
+from ingot.model.shapes import flops_per_token
 from ingot.parallel.executors.base import NoMessages
 from ingot.parallel.executors.build import build_single
 from ingot.parallel.executors.device import peak_flops
@@ -319,7 +319,7 @@ def train_reference(
 ) -> list[float]:
     """The losses of the same steps in fp32, neither compiled nor with a kernel of ours."""
     exact = config.model_copy(update={"precision": "fp32", "cuda_graphs": False})
-    executor = SingleProcess(build_model(exact.model, exact.seed, device), exact, device)
+    executor = build_single(exact, device, compiled=False, messages=NoMessages())
     step = IngotStep(exact, executor, max(1, len(batches[0].tokens) // 4))
     executor.set_recompute("full" if recomputed else None)
     torch.backends.cuda.matmul.allow_tf32 = True

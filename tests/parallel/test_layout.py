@@ -10,7 +10,7 @@ from ingot.config.parallel import ParallelConfig
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.supervisor.local_ranks import find_node
-from ingot.model.gpt import parameter_shapes
+from ingot.model.shapes import parameter_shapes
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory
 from ingot.parallel.rank_env import RankEnv, find_rank_env, first_host
