@@ -7,7 +7,7 @@ matched in any order.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -69,7 +69,7 @@ class StoreCoordinator(Coordinator):
         self.rank, self.world_size, self._world = world.place.rank, world.place.world, world
         self._round = 0
         # its own connection: waiting on the shared one would block the other threads of this process
-        self._store: dist.Store = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]
 
     def for_topic(self, topic: str) -> Coordinator:
         return StoreCoordinator(self._world, topic)

@@ -6,7 +6,6 @@ so a run that is killed and started again goes on from its last checkpoint as if
 
 import json
 import math
-import time
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,11 +29,14 @@ from ingot.evaluation.validation import Evaluation, evaluate
 from ingot.model.attention import choose_kernel
 from ingot.model.gpt import flops_per_token, parameter_shapes
 from ingot.model.init import build_model
+from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
+from ingot.parallel.executors.base import NamedParameter, dropout_seed
+from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
-from ingot.parallel.rendezvous import join_world, leave_world
+from ingot.parallel.rendezvous import World, join_world, leave_world
 from ingot.training import device as devices
-from ingot.training.checkpointer import SAVED_STEP, Checkpointer
+from ingot.training.checkpointer import Checkpointer
 from ingot.training.cuda_graph import check_graph, choose_graph
 from ingot.training.fingerprint import code_hash, config_hash
 from ingot.training.guards import Anomaly, CorruptReplica, Guard
@@ -157,9 +159,8 @@ class Trainer:
         parameters = config.model.parameters
         reporter.note(f"model {config.model.family}, {parameters:,} parameters; attention {kernel}: {why}")
         self.optimizer = Optimizer(config.optimizer, self.names)
-        self.saving = Checkpointer(
-            config, self.clock, self.names, self.shapes, self.optimizer, reporter, self.world, self.spread
-        )
+        executor: Any = _Parts(self.names, self.shapes, self.layout, self.world, self.spread)
+        self.saving = Checkpointer(config, self.clock, executor, self.optimizer, reporter)
         cleanup.callback(self.saving.close)
         if config.load_path is not None and not is_url(config.load_path):
             self.saving.load_weights(config.load_path)
@@ -223,7 +224,6 @@ class Trainer:
         evaluation: Evaluation | None = None
         reason = self.stop.before_first_step()
         batches = self._open_batches()
-        last_save = time.monotonic()
         window = self._open_window()
         garbage = Garbage()
         try:
@@ -234,7 +234,7 @@ class Trainer:
                 self.batch += 1
                 window.batches += 1
                 last = self.batch == self.total
-                save_due = last or self._save_due(last_save)
+                save_due = last or self.saving.is_due(self.batch)
                 row: Row | None = None
                 if self.batch not in self.left_out:
                     step_loss, norm = self._step(batch)
@@ -266,7 +266,6 @@ class Trainer:
                     self.heartbeat.pause()
                     with window.waiting("checkpoint"):
                         self.saving.save(self.batch, self._state, final=last or bool(reason))
-                    last_save = time.monotonic()
         finally:
             garbage.close()
             batches.close()
@@ -296,6 +295,8 @@ class Trainer:
     def _accept(self, loss: torch.Tensor, norm: torch.Tensor) -> bool:
         """Whether a step may change the weights."""
         self.finding = self.guard.look(self.batch, loss, norm)
+        if self.finding is None:
+            self.saving.before_update()
         return self.finding is None
 
     def _back_after(self, finding: Anomaly) -> bool:
@@ -347,9 +348,9 @@ class Trainer:
         """Train on a batch. If it does not fit into memory, the same batch again, in microbatches half as large."""
         self.optimizer.set_lr(lr_multiplier(self.config.scheduler, self.clock, self.batch - 1))
         model = self.config.model
-        if self.spread is not None and max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0:
-            # each process draws its own masks, anew for each step: nothing to save, whatever the layout
-            torch.manual_seed(hash((self.config.seed, self.batch - 1, dist.get_rank())) % 2**63)
+        if max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0:  # nothing to save, whatever the layout
+            rank = dist.get_rank() if self.spread is not None else 0
+            torch.manual_seed(dropout_seed(self.config.seed, self.batch - 1, rank))
         while True:
             try:
                 return self.step.run(batch)
@@ -420,11 +421,7 @@ class Trainer:
         if not self.compiling or self.batch == self.total:
             row["time/remaining_estimate"] = (self.total - self.batch) / rate / 3600
         self.compiling = False
-        if window.checkpoint:
-            row["checkpoint/stall_seconds"] = self.saving.saver.stall_seconds
-            row["checkpoint/write_seconds"] = self.saving.saver.write_seconds
-        if self.saving.saver.saved_step is not None:
-            row[SAVED_STEP] = self.saving.saver.saved_step
+        row |= self.saving.metrics(saved_since_last_row=bool(window.checkpoint))
         if self.config.precision == "fp16":
             row["trainer/loss_scale"] = self.step.scaler.get_scale()
         return loss, row
@@ -459,14 +456,6 @@ class Trainer:
     @property
     def _batch_tokens(self) -> int:
         return self.config.global_train_batch_size * self.config.max_seq_len
-
-    def _save_due(self, last_save: float) -> bool:
-        interval = self.config.save_interval
-        if interval.is_wall_clock:
-            due = time.monotonic() - last_save >= interval.seconds
-            return due if self.spread is None else self.spread.first_says(due)  # clocks differ; saving is done together
-        every = self.clock.interval(interval)
-        return bool(every) and self.batch % every == 0
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors."""
@@ -519,6 +508,25 @@ class Trainer:
         self.train_seconds = state.train_seconds
         self.reporter.note(f"resumed from {manifest.folder} at batch {self.batch} of {self.total}")
         return state.reporter
+
+
+class _Parts:
+    """What checkpoints need of an executor."""
+
+    def __init__(
+        self,
+        names: dict[torch.Tensor, str],
+        shapes: dict[str, tuple[int, ...]],
+        layout: Layout,
+        world: World | None,
+        spread: "Spread | None",
+    ):
+        copy = spread.twin if spread is not None else None
+        self.parameters = [NamedParameter(name, p, is_tied_copy=p is copy) for p, name in names.items()]
+        self.parameter_shapes, self.layout = shapes, layout
+        self.coordinator = StoreCoordinator(world) if world is not None else LocalCoordinator()
+        self.full_tensors = spread.collect if spread is not None else lambda tensors, shapes: tensors.items()
+        self.from_rank_0 = spread.first_says if spread is not None else bool
 
 
 def _find_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:

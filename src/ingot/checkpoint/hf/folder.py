@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from ingot.checkpoint.hf.config import CLASS_OF_TYPE, from_hf_config, to_hf_config
 from ingot.checkpoint.hf.weights import PREFIX, from_hf, hf_names, to_hf
 from ingot.checkpoint.manifest import sync
+from ingot.checkpoint.safetensors_file import open_safetensors
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, disk_error
 from ingot.model.gpt import parameter_shapes
@@ -266,13 +267,6 @@ def weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{folder / file} is missing although {INDEX} names it; fetch the model again")
         files.append(folder / file)
     return files
-
-
-def open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({error}); fetch the model again") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
