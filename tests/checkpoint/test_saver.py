@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,13 @@ from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in,
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.safetensors_file import write_blocks
 from ingot.checkpoint.save_plan import Tensors
+from ingot.checkpoint.snapshot import Snapshot
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
 from ingot.parallel.coordinator import LocalCoordinator
+from ingot.report.listeners import train
 from ingot.training.checkpointer import Checkpointer
 
 
@@ -271,3 +274,17 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkey
     monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size)
     save_checkpoint(run, 2, state(2), {})
     read_manifest(run / "checkpoints" / "2")
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step_however_slow_the_copy(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: Path) -> Tensors:
+        length = ["max_duration=4ba", "scheduler.t_max=12ba", "save_interval=2ba", "eval_interval=0ba"]
+        train(load_config(RunConfig, [*TINY, *length, f"data={data}", f"save_folder={folder}"]))
+        return read(folder / "checkpoints" / "2")
+
+    expected = run(tmp_path / "fast")
+    finish = Snapshot.finish
+    monkeypatch.setattr(Snapshot, "finish", lambda self: (time.sleep(1.0), finish(self))[1])
+    assert_equal(run(tmp_path / "slow"), expected)  # steps 3 and 4 would have changed the weights by then
