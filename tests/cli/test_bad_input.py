@@ -103,7 +103,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("flip", "is corrupt"), ("truncate", "is truncated"), ("remove", "is incomplete"), ("foreign", "not a manifest"),
+    [("flip", "is corrupt"), ("truncate", "is truncated"), ("remove", "is incomplete"), ("foreign", "not the manifest"),
      ("torn manifest", "is damaged"), ("newer", "format version 99"), ("escape", "outside its folder")],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["generate", "export"])
