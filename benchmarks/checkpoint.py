@@ -28,13 +28,13 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from ingot.checkpoint.async_writer import AsyncWriter
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import local, local_offsets
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
@@ -59,6 +59,8 @@ class Bench:
         self.world = join_world(place, self.device, 60) if processes > 1 else None
         self.first = place.rank == 0
         options = BuildOptions(self.device, "fp32", 256)
+        self.coordinator = StoreCoordinator(self.world) if self.world is not None else LocalCoordinator()
+        self.before_update: Callable[[], None] = lambda: None
         if self.world is None:
             self.model: Any = build_single(config.model, 0, options)[0]
             names = {p: name for name, p in self.model.gpt.named_parameters()}
@@ -81,6 +83,7 @@ class Bench:
 
     def step(self) -> None:
         self.model(self.tokens, self.tokens).backward()
+        self.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sync()
@@ -111,8 +114,8 @@ class Bench:
     # --- ways to save
 
     def ours(self) -> AsyncWriter:
-        saver = AsyncWriter(self.folder / "ours", self.world)
-        self.optimizer.before_step = saver.before_update
+        saver = AsyncWriter(self.folder / "ours", self.coordinator)
+        self.before_update = saver.before_update
         saver.prepare(self.tensors())
         saver.wait()
         return saver
@@ -173,10 +176,10 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
         print(json.dumps({name: spread(values) for name, values in rows.items()}), file=sys.stderr, flush=True)
 
     # loading, on top of what is there: from the disk, then from the page cache
-    flat, ranks = bench.flat(), Coordinator(bench.world, "bench")
+    flat, coordinator = bench.flat(), bench.coordinator
 
     def load_ours() -> None:
-        manifest, problems = newest_good(folder / "ours", ranks)
+        manifest, problems = newest_good(folder / "ours", coordinator)
         assert manifest is not None and not problems
         for section, content in bench.tensors().items():
             stored = CheckpointTensors(manifest, section)

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.hf.folder import open_safetensors, weight_files, write_shards
+from ingot.checkpoint.hf.folder import weight_files, write_shards
+from ingot.checkpoint.safetensors_file import open_safetensors
 from ingot.errors import CheckpointError, IngotError, disk_error
 
 STACKS = (
