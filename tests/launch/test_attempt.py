@@ -14,10 +14,10 @@ from conftest import TINY
 from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.protocol import ATTEMPT_VARIABLE, FAILURE_VARIABLE
+from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.attempt import run_attempt
-from ingot.launch.supervisor.failure import OTHER_NODE_FAILED, read_failure
+from ingot.launch.supervisor.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.supervisor.local_ranks import Node
 from ingot.launch.supervisor.restart_policy import decide_restart
 

@@ -59,8 +59,8 @@ def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
 
 
 def test_a_silent_fall_back_to_sockets_is_an_error_that_names_what_was_expected() -> None:
-    assert "must talk through efa and its log says socket" in fallback("efa", "socket")
-    assert "must talk through ib" in fallback("ib", "")
+    assert "must use efa and its log says socket" in fallback("efa", "socket")
+    assert "must use ib" in fallback("ib", "")
     assert not fallback("efa", "efa") and not fallback("socket", "ib") and not fallback("gloo", "")
 
 
@@ -88,7 +88,7 @@ def test_two_processes_of_which_one_falls_back_are_ended_and_the_node_is_named(
     outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1", transport="efa")
     assert outcome.failure is not None and outcome.code == EXIT_FAULT
     assert (outcome.rank, outcome.failure.kind, outcome.failure.is_consequence) == (1, "transport", False)
-    assert outcome.failure.message.startswith(f"{node_name()}: NCCL must talk through efa and its log says socket")
+    assert outcome.failure.message.startswith(f"{node_name()}: NCCL must use efa and its log says socket")
     assert not (tmp_path / "logs" / "nccl-0.log").exists()  # gloo writes none
 
 

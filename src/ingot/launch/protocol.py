@@ -48,7 +48,8 @@ Files of the run folder that the launcher uses (names in `training/runtime/run_f
 Files of a temporary folder on each node, ingot-launch-*/, which ends with the attempt: `lock` (held while its owner
 lives), `beat-R` (heartbeat of rank R) and `R` (why rank R failed, JSON).
 
-Environment variables:
+Environment variables (those that ranks read are named where they are read, in `parallel`, `training/runtime` and
+`supervisor/failure.py`, which do not depend on the launcher):
 
 | variable | set by | read by | meaning |
 |---|---|---|---|
@@ -98,7 +99,6 @@ NODE_AGENT = "ingot.launch.supervisor.node_agent"
 ATTEMPT_VARIABLE, NODES_VARIABLE = "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 NODE_RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET_NODE_RANK", "RANK")
-FAILURE_VARIABLE = "INGOT_FAILURE_FILE"
 EXIT_NEW_PODS = 138
 
 _JOBS, _HALT, _RESULT, _EXCLUDED, _LOST, _STOP = "jobs.jsonl", "HALT", "code", "bad", "down", "stop"

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.preflight.transport import TransportWatch, log_to
-from ingot.launch.protocol import FAILURE_VARIABLE
-from ingot.launch.supervisor.failure import OTHER_NODE_FAILED, Failure, read_failure
+from ingot.launch.supervisor.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, Failure, read_failure
 from ingot.launch.supervisor.failure_log import node_name
 from ingot.launch.supervisor.hang_diagnosis import explain_hang
 from ingot.launch.supervisor.local_ranks import Node

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ingot.config.secrets import redact
 from ingot.errors import EXIT_FAULT, IngotError
-from ingot.launch.protocol import FAILURE_VARIABLE
 
+FAILURE_VARIABLE = "INGOT_FAILURE_FILE"
 FINAL_KINDS = ("user", "data", "numeric")  # would fail again
 NODE_KINDS = ("machine", "transport", "hang")  # a node's fault
 # what a collective reports when its peer is gone: a consequence of the failure, not its cause

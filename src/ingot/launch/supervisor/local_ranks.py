@@ -49,9 +49,7 @@ def find_node(
     if processes < 1 or world < 1:
         raise ConfigError(f"--nproc {processes}, --world_size {world}: there must be at least one process")
     if world % processes:
-        raise ConfigError(
-            f"--world_size {world} is not a multiple of --nproc {processes}: each machine starts the same number"
-        )
+        raise ConfigError(f"--world_size {world} must be a multiple of --nproc {processes}")
     node = node_rank or 0
     if not 0 <= node < world // processes:
         raise ConfigError(
