@@ -66,6 +66,7 @@ class Bench:
             names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         else:
             from ingot.config.parallel import ParallelConfig
+            from ingot.parallel.executors.distributed import Distributed
             from ingot.parallel.layout import Layout
             from ingot.parallel.parallelize import spread_model
 
@@ -73,8 +74,10 @@ class Bench:
                 config.model, ParallelConfig(shard=processes), Layout(shard=processes), self.device, seq_len=256,
                 precision="fp32", kernel="sdpa", recompute=None, compiled=False,
             )  # fmt: skip
-            self.spread.init_weights(0)
-            self.model, names = self.spread.roots[0], self.spread.names
+            run = load_config(RunConfig, [size, *width, "max_seq_len=256", "data=x"])
+            executor = Distributed(self.spread, run, self.world)
+            executor.init_weights(0)
+            self.model, names = self.spread.roots[0], {p.tensor: p.name for p in executor.parameters}
         self.optimizer = Optimizer(config.optimizer, names)
         self.names = names
         batch = 8 if cuda else 1

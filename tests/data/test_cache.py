@@ -36,8 +36,9 @@ import ingot.storage.object_store as remote_module
 from ingot.config.data import SourceConfig
 from ingot.data.formats.mds_reader import ShardFile
 from ingot.data.loading.batch_loader import BatchLoader
-from ingot.data.loading.open_dataset import Dataset, open_dataset
+from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.loading.shard_cache import CachedFile, ShardCache
+from ingot.data.loading.token_dataset import Dataset
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
 from ingot.storage.object_store import Remote

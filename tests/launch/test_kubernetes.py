@@ -1,4 +1,4 @@
-"""Manifests: what a run relies on is in them, what is wrong in one is found, and pods end as Kubernetes must know."""
+"""Manifests contain what a run relies on, wrong runs are refused, and pods exit with the code that Kubernetes needs."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from specs import LAUNCH, VALUES, put_on_path, spec
 from ingot.errors import ConfigError
 from ingot.launch.kubernetes.kubectl import KubernetesError, apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
-from ingot.launch.kubernetes.pod_agent import EXIT_AGAIN, run_pod
+from ingot.launch.kubernetes.pod_agent import run_pod
+from ingot.launch.protocol import EXIT_NEW_PODS
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
 from ingot.launch.supervisor.attempt import Outcome
@@ -46,7 +47,7 @@ def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its
         assert term["topologyKey"] == "kubernetes.io/hostname"
 
 
-def test_a_jobset_restarts_all_pods_but_not_after_a_users_error() -> None:
+def test_a_jobset_replaces_all_pods_but_not_after_a_users_error() -> None:
     body = documents(render(spec(restarts=7), "jobset", LAUNCH))["JobSet"]["spec"]
     job = body["replicatedJobs"][0]["template"]["spec"]
     assert body["failurePolicy"]["maxRestarts"] == 7
@@ -77,7 +78,7 @@ def test_queue_excluded_nodes_and_mounts_reach_the_cluster() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_secrets_travel_by_reference_alone(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_travel_only_by_reference(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     text = render(spec(secrets=["HF_TOKEN"], secret_name="hub"), kind, LAUNCH)
     assert "hf_0123456789" not in text
@@ -98,8 +99,8 @@ def test_secrets_travel_by_reference_alone(kind: Kind, monkeypatch: pytest.Monke
     [
         ({"image": None}, "pods need --image"),
         ({"image": "/apps/ingot.sqsh"}, "pods need --image"),
-        ({"image": "registry.example:5000/ingot"}, "another one tomorrow"),
-        ({"image": "registry.example/ingot:latest"}, "another one tomorrow"),
+        ({"image": "registry.example:5000/ingot"}, "different one tomorrow"),
+        ({"image": "registry.example/ingot:latest"}, "different one tomorrow"),
         ({"claims": []}, "lost with its pod"),
         ({"claims": ["shared:/data:ro"]}, "lost with its pod"),
         ({"claims": ["shared:/data", "other:/data"]}, "once"),
@@ -155,7 +156,7 @@ def test_every_manifest_has_the_fields_of_kubernetes_and_what_a_run_relies_on(
         ("enableDNSHostnames: true", "enableDNSHostnames: false", "enableDNSHostnames"),
     ],
 )
-def test_the_check_above_finds_what_is_wrong(old: str, new: str, reason: str) -> None:
+def test_the_check_of_manifests_finds_what_is_wrong(old: str, new: str, reason: str) -> None:
     text = render(spec(**GPU), "jobset", LAUNCH)
     assert old in text
     changed = text.replace(old, new, 1) if "\n" in old or "kind" in old else text.replace(old, new)
@@ -218,7 +219,7 @@ def test_the_command_prints_a_manifest_that_passes_the_check(tmp_path: Path, ing
 
 
 @pytest.mark.parametrize("rank_variable", ["JOB_COMPLETION_INDEX", "RANK", "PET_NODE_RANK"])
-def test_a_users_error_ends_both_pods_for_good_and_a_new_launch_starts_over(tmp_path: Path, rank_variable: str) -> None:
+def test_a_users_error_ends_both_pods_and_a_new_launch_starts_over(tmp_path: Path, rank_variable: str) -> None:
     run = tmp_path / "run"
     path = tmp_path / "spec.json"
     wrong = {"arguments": ["--", "no-such-recipe"], "run_folder": str(run), "workdir": str(tmp_path)}
@@ -278,12 +279,12 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
         (["finished"], 0),
         (["fault", "finished"], 0),  # new processes in the same pod
         (["progress", "progress", "fault", "progress", "finished"], 0),
-        (["fault", "fault"], EXIT_AGAIN),  # new pods
-        (["stopped"], EXIT_AGAIN),  # a drained node, say: the run goes on elsewhere
-        (["lost", "lost", "lost"], EXIT_AGAIN),  # attempts of which nothing is recorded: new pods
+        (["fault", "fault"], EXIT_NEW_PODS),  # new pods
+        (["stopped"], EXIT_NEW_PODS),  # a drained node, say: the run goes on elsewhere
+        (["lost", "lost", "lost"], EXIT_NEW_PODS),  # attempts of which nothing is recorded: new pods
     ],
 )
-def test_a_pod_ends_with_what_kubernetes_should_do(
+def test_the_exit_code_of_a_pod_tells_kubernetes_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], code: int
 ) -> None:
     run = tmp_path / "run"
@@ -295,9 +296,7 @@ def test_a_pod_ends_with_what_kubernetes_should_do(
     assert (run / "launch" / f"code.{LAUNCH}.0.{len(ends)}").exists()
 
 
-def test_a_pod_that_comes_late_joins_the_attempt_that_the_others_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_pod_joins_the_attempt_that_the_others_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     outcomes(monkeypatch, ["finished"], run)
     one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})

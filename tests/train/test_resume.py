@@ -194,7 +194,7 @@ def test_what_would_make_it_another_run_is_refused_and_nothing_is_touched(
 
 
 def test_other_data_is_refused(data: Path, whole: Path) -> None:
-    with pytest.raises(DataError, match=r"the training data .* is not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match=r"the training data .* has changed since the checkpoint"):
         run(data, whole, "max_duration=40ba", "data.train.split=val")
 
 

@@ -24,13 +24,13 @@ from ingot.checkpoint.manifest import (
     read_manifest,
     remove,
     steps_in,
-    sync,
     verify,
     write_manifest,
 )
 from ingot.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_shard
 from ingot.checkpoint.save_plan import Tensors, plan_save
 from ingot.errors import CheckpointError
+from ingot.storage.atomic import sync
 
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
 RNG = "rng"  # names of the generators' states begin with it and the number of their process

@@ -157,9 +157,10 @@ def consolidate(
 
 
 def _places(where: str) -> "list[CheckpointLocation]":
-    from ingot.checkpoint.location import find_checkpoints, incomplete_places, is_url
+    from ingot.checkpoint.location import find_checkpoints, incomplete_places
     from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
     from ingot.errors import CheckpointError
+    from ingot.storage.object_store import is_url
 
     if not is_url(where) and not Path(where).exists():
         raise CheckpointError(f"no such run or checkpoint: {where}")

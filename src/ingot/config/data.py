@@ -7,9 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ingot.config.base import Section, rule_error
 from ingot.config.names import plain_name
-
-SIZE_UNITS = {u: 1000**i for i, u in enumerate(["", *"kmgt"])} | {f"{u}i": 1024**i for i, u in enumerate("kmgt", 1)}
-
+from ingot.storage.byte_sizes import parse_bytes
 
 PARTS = ("train", "valid", "test")
 
@@ -64,12 +62,7 @@ class PlaceConfig(Section):
     @field_validator("cache_limit", mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value.isdigit():
-            return value
-        match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", value.strip().lower())
-        if match is None or match[2] not in SIZE_UNITS or match[1].count(".") > 1:
-            raise ValueError("write bytes as for example 100GB or 64GiB")
-        return int(float(match[1]) * SIZE_UNITS[match[2]])
+        return parse_bytes(value) if isinstance(value, str) else value
 
 
 class MixedSourceConfig(PlaceConfig):

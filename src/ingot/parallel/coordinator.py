@@ -84,9 +84,9 @@ class StoreCoordinator(Coordinator):
             try:
                 answers = [OK + answer for answer in decide(texts)]
             except Exception as error:
-                self._store.multi_set(answered, [f"{FAILED}rank 0 failed: {error}"] * self.world_size)
+                self._store.multi_set(answered, [f"{FAILED}rank 0 failed: {error}"] * self.world_size)  # type: ignore[attr-defined]
                 raise
-            self._store.multi_set(answered, answers)
+            self._store.multi_set(answered, answers)  # type: ignore[attr-defined]
         self._store.wait([answered[self.rank]], TIMEOUT)
         answer = self._store.get(answered[self.rank]).decode()
         for key in (sent[self.rank], answered[self.rank]):  # rank 0 has read the first, or it had not answered

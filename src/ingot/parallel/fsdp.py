@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ingot.model.gpt import GPT
+from ingot.model.precision import COMPUTE_DTYPES
 from ingot.parallel.mesh import ParallelMesh
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def shard_data_parallel(
@@ -23,7 +22,7 @@ def shard_data_parallel(
     as it does on one process. Gradients are reduced in fp32.
     """
     blocks = MixedPrecisionPolicy(
-        param_dtype=DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=COMPUTE_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     rest = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in gpt.blocks.children():
@@ -33,3 +32,11 @@ def shard_data_parallel(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(roots: list[nn.Module], last: bool) -> None:
+    """Sum gradients over replicas after the last microbatch of a batch only."""
+    for root in roots:
+        assert isinstance(root, FSDPModule)
+        root.set_requires_all_reduce(last)
+        root.set_is_last_backward(last)

@@ -9,6 +9,7 @@ its own shards and, for a moment each, one whole tensor.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,24 @@ from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.model.gpt import allocate
 from ingot.parallel.context import SequenceCut, replace_attention
-from ingot.parallel.executors.distributed import Spread
 from ingot.parallel.fsdp import shard_data_parallel
 from ingot.parallel.layout import STAGES_PER_RANK, Layout
 from ingot.parallel.mesh import ParallelMesh
 from ingot.parallel.pipeline import ModelStage, Pipeline, keep_stage, stages_of
 from ingot.parallel.tensor import own_heads, shard_tensors
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """This rank's part of a model."""
+
+    config: ModelConfig
+    mesh: ParallelMesh
+    roots: list[nn.Module]
+    """One module, or with pipeline parallelism this rank's stages."""
+    pipeline: Pipeline | None
+    stages: int
+    """Pipeline stages on all ranks."""
 
 
 def spread_model(
@@ -37,7 +50,7 @@ def spread_model(
     recompute: str | None,
     compiled: bool,
     allocating: AbstractContextManager | None = None,
-) -> Spread:
+) -> ParallelModel:
     """Build a model spread over all processes, with its memory allocated (under `allocating`) and its weights not yet
     set."""
     mesh = ParallelMesh(layout, device)
@@ -72,7 +85,7 @@ def spread_model(
     if count > 1:
         stages = [root for root in roots if isinstance(root, ModelStage)]
         pipeline = Pipeline(stages, parallel.pipeline_schedule, mesh, cut)
-    return Spread(config, mesh, roots, pipeline, count)
+    return ParallelModel(config, mesh, roots, pipeline, count)
 
 
 def _cut_inputs(cut: SequenceCut) -> Callable[..., tuple[tuple, dict]]:

@@ -16,9 +16,9 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from ingot.config.model import ModelConfig
 from ingot.model.gpt import GPT
+from ingot.model.precision import COMPUTE_DTYPES
 from ingot.parallel.context import SequenceCut
 from ingot.parallel.dtensor import local
-from ingot.parallel.fsdp import DTYPES
 from ingot.parallel.layout import STAGES_PER_RANK
 from ingot.parallel.mesh import ParallelMesh
 
@@ -72,7 +72,7 @@ class ModelStage(nn.Module):
         self.index, self.positions, self.precision = index, positions, precision
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        dtype = DTYPES.get(self.precision)
+        dtype = COMPUTE_DTYPES.get(self.precision)
         with torch.autocast(x.device.type, dtype=dtype) if dtype is not None else nullcontext():
             if self.first:
                 x = self.gpt.embed(x, self.positions)

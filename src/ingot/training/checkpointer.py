@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from ingot.checkpoint.async_writer import AsyncWriter
 from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.location import find_checkpoints, is_url
+from ingot.checkpoint.location import find_checkpoints
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MAX_MANIFEST_BYTES,
@@ -26,18 +26,16 @@ from ingot.checkpoint.manifest import (
 from ingot.checkpoint.remote_copy import Uploader, fetch, newest_good
 from ingot.checkpoint.safetensors_file import DTYPES
 from ingot.checkpoint.save_plan import Tensors
-from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, restore_rng, rng_tensors, to_remove
+from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, to_remove
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DiskError, disk_error
 from ingot.parallel.dtensor import local
-from ingot.parallel.rendezvous import World
-from ingot.training.listener import RunListener
+from ingot.parallel.executors.base import Executor
+from ingot.storage.object_store import is_url
+from ingot.training.listener import Row, RunListener
 from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.run_files import FINISHED, METRICS
-
-if TYPE_CHECKING:
-    from ingot.parallel.executors.distributed import Spread
 
 SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
 ESTIMATE_MARGIN = 1.25  # of the manifest's size: the write checks the true one
@@ -51,18 +49,16 @@ class Checkpointer:
         self,
         config: RunConfig,
         clock: BatchClock,
-        names: dict[Tensor, str],
-        shapes: dict[str, tuple[int, ...]],
+        executor: Executor,
         optimizer: Optimizer,
         reporter: RunListener,
-        world: World | None,
-        spread: "Spread | None",
     ):
-        self.config, self.names, self.shapes, self.optimizer = config, names, shapes, optimizer
-        self.reporter, self.spread = reporter, spread
+        self.config, self.executor, self.shapes, self.optimizer = config, executor, executor.parameter_shapes, optimizer
+        self.names = {p.tensor: p.name for p in executor.parameters}
+        self.reporter = reporter
+        world = getattr(executor, "world", None)
         self.folder = Path(config.run_folder)
         self.ranks = Coordinator(world, "resume")
-        self.stages = spread.mesh.layout.pipeline if spread is not None else 1
         self.full = config.state_dict_type == "full"
         self.saver = AsyncWriter(self.folder, world, self.full)
         self.saver.after = self._saved
@@ -70,14 +66,32 @@ class Checkpointer:
         if config.remote_folder is not None:
             self.uploader = self.saver.uploader = Uploader(config.remote_folder, self.folder, world, self._outdated)
         self.uploaded, self.uploaded_at, self.clock = 0, time.monotonic(), clock
-        self.prepared = False
+        self.prepared, self.saved_at = False, time.monotonic()
         optimizer.before_step = self.saver.before_update
 
     # --- saving
 
+    def is_due(self, batch: int) -> bool:
+        """Whether to save after a batch, the same on all ranks."""
+        interval = self.config.save_interval
+        if interval.is_wall_clock:  # clocks differ; saving is done together
+            return self.executor.from_rank_0(time.monotonic() - self.saved_at >= interval.seconds)
+        every = self.clock.interval(interval)
+        return bool(every) and batch % every == 0
+
+    def metrics(self, saved_since_last_row: bool) -> Row:
+        """Of the last save, and where the newest checkpoint is."""
+        row: Row = {}
+        if saved_since_last_row:
+            row["checkpoint/stall_seconds"] = self.saver.stall_seconds
+            row["checkpoint/write_seconds"] = self.saver.write_seconds
+        if self.saver.saved_step is not None:
+            row[SAVED_STEP] = self.saver.saved_step
+        return row
+
     def after_step(self) -> None:
         """Pass on what the writing thread has to say; after the first step, let it get ready."""
-        if not self.prepared and not (self.full and self.spread is not None):
+        if not self.prepared and not (self.full and self.executor.layout.size > 1):
             self.saver.prepare(self._tensors())
         self.prepared = True
         self._pass_on()
@@ -99,6 +113,7 @@ class Checkpointer:
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.folder, error))
         self.saver.save(step, self._tensors(), values, final, problem)
+        self.saved_at = time.monotonic()
         if final:
             self._wait()
             if self.saver.problem is not None:
@@ -120,19 +135,15 @@ class Checkpointer:
 
     def _tensors(self) -> Tensors:
         """Everything that a checkpoint holds, as far as this process has it."""
-        twin = self.spread.twin if self.spread is not None else None  # saved by the first stage
-        model: dict[str, Tensor] = {name: p for p, name in self.names.items() if p is not twin}
+        model = {p.name: p.tensor for p in self.executor.parameters if not p.is_tied_copy}
         if self.config.save_weights_only:
             return {MODEL: self._whole(model, self.shapes)}
         state = self._whole(self.optimizer.state_tensors(), self.optimizer.state_shapes(self.shapes))
-        rng = {f"{RNG}/{self.ranks.rank}/{name}": value for name, value in rng_tensors().items()}
-        return {MODEL: self._whole(model, self.shapes), OPTIMIZER: state | rng}
+        return {MODEL: self._whole(model, self.shapes), OPTIMIZER: state}
 
     def _whole(self, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """With state_dict_type=full, what the first process writes: tensors put together from those of all."""
-        if self.spread is None or not self.full:
-            return tensors
-        return dict(self.spread.collect(tensors, shapes))
+        return dict(self.executor.full_tensors(tensors, shapes)) if self.full else tensors
 
     def _saved(self, step: int, final: bool) -> bool:
         """In the writing thread, after a save: remove what is no longer wanted; says whether to upload this one."""
@@ -174,7 +185,7 @@ class Checkpointer:
             slots = [s for s in self.optimizer.state_shapes({name: shape}).values() if s]
             kept = 1 if self.config.save_weights_only else 1 + len(slots)
             total += kept * pieces * len(f"[{self.ranks.count},{list(shape)},{list(part.shape)}],".replace(" ", ""))
-        total *= self.stages
+        total *= self.executor.layout.pipeline
         if total > ESTIMATE_MARGIN * MAX_MANIFEST_BYTES:
             raise too_large(total)
 
@@ -196,6 +207,7 @@ class Checkpointer:
             )
         self.uploaded = manifest.step if manifest is not None else 0
         self.saver.saved_step = manifest.step if manifest is not None else None
+        self.saved_at = time.monotonic()
         return manifest
 
     def _has_saved_before(self) -> bool:
@@ -244,6 +256,3 @@ class Checkpointer:
                 raise CheckpointError(f"{source} has optimizer state for {parameter}, which the model lacks")
         for name, slot in self.optimizer.state_slots(described):
             read_into(slot, name, stored, source)
-        own = f"{RNG}/{self.ranks.rank}/"
-        if rng := {name.removeprefix(own): stored.get(name).clone() for name in stored.names() if name.startswith(own)}:
-            restore_rng(rng)

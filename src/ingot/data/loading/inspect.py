@@ -7,9 +7,12 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import Field
 
+from ingot.config.base import Section
 from ingot.config.data import PlaceConfig, SourceConfig
 from ingot.config.load import validate
 from ingot.data.formats.indexed_reader import IndexFile
@@ -21,6 +24,41 @@ from ingot.data.loading.token_dataset import IGNORE, Dataset, count_of
 from ingot.data.prepare.progress import follow
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
+
+
+class InspectOptions(Section):
+    """The options of `ingot inspect`."""
+
+    split: str | None = None
+    """One split only."""
+    text: bool = False
+    """Show the first samples as text."""
+    loader: bool = False
+    """Read batches as training does, and measure the speed."""
+    local: Path | None = None
+    """Folder for files fetched from a URL."""
+    max_seq_len: int = Field(2048, ge=1, json_schema_extra={"flags": ["--max_seq_len", "--max-seq-len"]})
+    """Tokens of a sample to show or load."""
+    samples: int = Field(2, ge=1)
+    """Samples to show."""
+    batches: int = Field(100, ge=1)
+    """Batches of 8 to load."""
+    verify: bool = Field(True, json_schema_extra={"flags": ["--verify/--no-verify"]})
+    """Check sizes and hashes of all shards."""
+
+
+def inspect_dataset(path: str, options: dict[str, Any]) -> Iterator[str]:
+    """The lines that `ingot inspect` prints."""
+    asked = validate(InspectOptions, options)
+    for split in find_splits(path, asked.split):
+        yield from describe(path, split, asked.local, asked.verify)
+        if asked.text:
+            for number, sample in enumerate(
+                decoded_samples(path, split, asked.local, asked.max_seq_len, asked.samples)
+            ):
+                yield f"--- sample {number}\n{sample}"
+        if asked.loader:
+            yield from try_loader(path, split, asked.local, asked.max_seq_len, asked.batches)
 
 
 def find_splits(path: str, split: str | None) -> list[str | None]:

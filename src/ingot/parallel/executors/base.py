@@ -47,13 +47,21 @@ class MemoryUse:
 
 
 class Messages(Protocol):
-    """Where an executor reports its decisions."""
+    """Where an executor reports its decisions: the listener of a run."""
 
     def note(self, text: str) -> None:
         """A decision, in a sentence."""
 
     def warn(self, text: str) -> None:
-        """Something that went wrong and did not stop the run."""
+        """A problem that does not stop the run."""
+
+
+class NoMessages:
+    """Where there is no run to listen to."""
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
 
 
 class Executor(Protocol):
@@ -160,11 +168,14 @@ class Executor(Protocol):
     def start_comm_timer(self) -> None:
         """Start measuring how long this rank waits for others. Local."""
 
+    def stop_comm_timer(self) -> None:
+        """Stop measuring. Local."""
+
     def comm_seconds(self) -> float | None:
         """Seconds of waiting since `start_comm_timer`; None if there is nobody to wait for. Local."""
 
     def close(self) -> None:
-        """Leave the other ranks. To be called once, after the last collective."""
+        """Leave the other ranks after the last collective of a run that ended well."""
 
 
 # --- what both implementations share
@@ -207,7 +218,7 @@ def pad_batch(batch: Batch, rows: int) -> Batch:
 
 def squared_norm(gradients: list[Tensor], shares: Tensor | float = 1.0) -> Tensor:
     """The squared norm of this rank's gradients, each weighted by the share of it that this rank counts."""
-    return (torch.stack(torch._foreach_norm(gradients, 2.0)).double() ** 2 * shares).sum()
+    return (torch.stack(torch._foreach_norm(list(gradients), 2.0)).double() ** 2 * shares).sum()
 
 
 def scale_gradients(gradients: list[Tensor], norm: Tensor, limit: float | None, loss_scale: Tensor | None) -> Tensor:
