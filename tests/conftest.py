@@ -45,7 +45,6 @@ assert all((Path(__file__).parent.parent / file).is_file() for file in GROUP_OF)
 
 
 @pytest.hookimpl(optionalhook=True)
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """`--dist loadgroup` by file, since xdist 3.8 loses the group marks with pytest 9.2."""
     if config.getoption("dist") != "loadgroup":
