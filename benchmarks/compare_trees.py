@@ -35,6 +35,7 @@ CASES: dict[str, list[str]] = {
     "tiny": ["mpt-125m", "global_train_batch_size=4", "device_train_microbatch_size=2", "max_seq_len=64",
              "model.d_model=64", "model.n_heads=2", "model.n_layers=2"],
 }  # fmt: skip
+TREES = ("old", "new")
 QUIET = ["eval_interval=0ba", "save_interval=0ba", "save_weights_only=true", "log_interval=1ba", "data.eval=null"]
 
 
@@ -49,16 +50,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=570, help="start no run after this long")
     parser.add_argument("--out", type=Path, help="a JSON file that gains this call's rows")
     arguments = parser.parse_args()
-    begun, rows = time.monotonic(), []
-    for case in arguments.cases:
-        found: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
-        for _ in range(arguments.repeats):
-            for name in found:
-                if time.monotonic() - begun < arguments.seconds:
-                    found[name].append(train(getattr(arguments, name), arguments.data, CASES[case], arguments.steps))
-                    print(case, name, json.dumps(found[name][-1]), flush=True)
-        if all(found.values()):
-            rows.append(summary(case, found))
+    begun = time.monotonic()
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {case: {"old": [], "new": []} for case in arguments.cases}
+    for case, name in ((case, name) for _ in range(arguments.repeats) for case in arguments.cases for name in TREES):
+        if time.monotonic() - begun < arguments.seconds:
+            run = train(getattr(arguments, name), arguments.data, CASES[case], arguments.steps)
+            found[case][name].append(run)
+            print(case, name, json.dumps(run), flush=True)
+    rows = [summary(case, runs) for case, runs in found.items() if all(runs.values())]
     import torch
 
     header = run_header(torch.device("cuda" if torch.cuda.is_available() else "cpu"), " ".join(sys.argv))
