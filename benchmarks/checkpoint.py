@@ -35,6 +35,9 @@ from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.parallel.dtensor import local, local_offsets
+from ingot.parallel.executors.base import NoMessages
+from ingot.parallel.executors.create import create_distributed, create_single
+from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
 from ingot.training.optimizer import Optimizer
@@ -54,30 +57,17 @@ class Bench:
         cuda = self.device.type == "cuda"
         size = "pythia-1b" if cuda else "gpt3-125m"
         width = [] if cuda else ["model.d_model=512", "model.n_heads=8", "model.n_layers=8"]
-        config = load_config(RunConfig, [size, *width, "max_seq_len=256"])
+        config = load_config(
+            RunConfig, [size, *width, "max_seq_len=256", "precision=fp32", "data=x", f"parallel.shard={processes}"]
+        )
         self.world = join_world(place, self.device, 60) if processes > 1 else None
         self.first = place.rank == 0
-        self.spread: Any = None
         if self.world is None:
-            from ingot.model.init import build_model
-
-            self.model: Any = build_model(config.model, 0, self.device)
-            self.model.use_kernel("sdpa", 256, self.device)
-            names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+            executor: Any = create_single(config, self.device, False, NoMessages())
         else:
-            from ingot.config.parallel import ParallelConfig
-            from ingot.parallel.executors.distributed import Distributed
-            from ingot.parallel.layout import Layout
-            from ingot.parallel.parallelize import spread_model
-
-            self.spread = spread_model(
-                config.model, ParallelConfig(shard=processes), Layout(shard=processes), self.device, seq_len=256,
-                precision="fp32", kernel="sdpa", recompute=None, compiled=False,
-            )  # fmt: skip
-            run = load_config(RunConfig, [size, *width, "max_seq_len=256", "data=x"])
-            executor = Distributed(self.spread, run, self.world)
-            executor.init_weights(0)
-            self.model, names = self.spread.roots[0], {p.tensor: p.name for p in executor.parameters}
+            executor = create_distributed(config, Layout(shard=processes), self.world, self.device, False, NoMessages())
+        self.executor, names = executor, {p.tensor: p.name for p in executor.parameters}
+        self.root = executor.roots[0] if processes > 1 else executor.root
         self.optimizer = Optimizer(config.optimizer, names)
         self.names = names
         batch = 8 if cuda else 1
@@ -85,7 +75,7 @@ class Bench:
         self.step()
 
     def step(self) -> None:
-        self.model(self.tokens, self.tokens).backward()
+        self.root(self.tokens, self.tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sync()
@@ -125,7 +115,7 @@ class Bench:
     def torch_save(self) -> None:
         """The full state, gathered to the first process where there are several."""
         whole = self.flat()
-        if self.spread is not None:
+        if self.world is not None:
             from ingot.parallel.dtensor import gather
 
             whole = {name: gather(tensor) for name, tensor in whole.items()}

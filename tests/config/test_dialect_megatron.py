@@ -11,7 +11,7 @@ from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.migrate import load_run_config, translate
-from ingot.model.gpt import parameter_shapes
+from ingot.model.shapes import parameter_shapes
 from ingot.training.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "megatron"

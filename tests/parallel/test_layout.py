@@ -10,7 +10,7 @@ from ingot.config.parallel import ParallelConfig
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.supervisor.local_ranks import find_node
-from ingot.model.gpt import parameter_shapes
+from ingot.model.shapes import parameter_shapes
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory
 from ingot.parallel.rank_env import RankEnv, find_rank_env, first_host
@@ -74,7 +74,7 @@ def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], pro
     import torch
 
     from ingot.config.run import RunConfig
-    from ingot.parallel.executors.build import check_distributed
+    from ingot.parallel.executors.create import check_distributed
     from ingot.parallel.executors.device import choose_compile
 
     parallel = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.model.kernels.bf16_weights import TRITON
+from ingot.model.kernels.conditions import TRITON
 
 PROGRAM = """
 import os, signal

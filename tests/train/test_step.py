@@ -10,7 +10,7 @@ from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
-from ingot.model.init import build_model
+from ingot.parallel.build import BuildOptions, build_single
 from ingot.parallel.executors.device import peak_flops
 from ingot.parallel.executors.single import SingleProcess
 from ingot.training.loss_scale import LossScale
@@ -24,7 +24,7 @@ class Step:
     """An executor, its optimizer and its scaler."""
 
     def __init__(self, config: RunConfig, executor: SingleProcess):
-        self.config, self.executor, self.model = config, executor, executor.model
+        self.config, self.executor, self.model = config, executor, executor.root.gpt
         self.optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
         self.scaler = LossScale(CPU, enabled=config.precision == "fp16")
 
@@ -39,7 +39,8 @@ def make_step(micro: int, **values: object) -> Step:
     model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24}
     base = {"model": model, "max_seq_len": 24, "data": "x", "global_train_batch_size": 8, "precision": "fp32"}
     config = validate(RunConfig, base | values)
-    executor = SingleProcess(build_model(config.model, 1, CPU), config, CPU)
+    root, _ = build_single(config.model, 1, BuildOptions(CPU, config.precision, config.max_seq_len))
+    executor = SingleProcess(root, config, CPU)
     executor.microbatch = micro
     executor.set_recompute(config.recompute)
     executor.weights_changed()

@@ -14,6 +14,7 @@ from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import ConfigError
 from ingot.evaluation.validation import Evaluation, evaluate
+from ingot.parallel.build import LossModel
 from ingot.parallel.executors.device import choose_device
 from ingot.parallel.executors.single import SingleProcess
 
@@ -33,6 +34,6 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
     folder = tokenizer_folder(path)
     tokenizer = load_tokenizer(folder) if folder else None
-    executor = SingleProcess(load_model(path, device), config, device, compiled=False)
+    executor = SingleProcess(LossModel(load_model(path, device)), config, device, compiled=False)
     executor.microbatch = EVAL_BATCH
     return evaluate(config, executor, data, tokenizer), data.describe()

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_iter
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.errors import ConfigError
+from ingot.parallel.build import BuildOptions
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import scale_gradients, squared_norm
 from ingot.parallel.fsdp import reduce_gradients
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import ParallelModel, spread_model
+from ingot.parallel.parallelize import ParallelModel, parallelize
 
 
 def dry_run(
@@ -52,10 +53,8 @@ def dry_run(
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # cutting happens outside of the mode, since a mesh computes with real indices
-        model = spread_model(
-            config, parallel, layout, device, seq_len=seq_len, precision=precision, kernel="sdpa", recompute=recompute,
-            compiled=False, allocating=fake,
-        )  # fmt: skip
+        options = BuildOptions(device, precision, seq_len, recompute, allocating=fake)
+        model = parallelize(config, parallel, layout, options)
         root = model.roots[0]
         parameters = list(root.parameters())
         memory = _LiveBytes()

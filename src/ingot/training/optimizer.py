@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ingot.config.run import OptimizerConfig
-from ingot.model.gpt import is_matrix
+from ingot.model.shapes import is_matrix
 from ingot.parallel.dtensor import is_spread, local, on_whole, scale_to_limit
 
 STATE = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}

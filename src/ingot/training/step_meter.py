@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import Dataset
-from ingot.model.gpt import flops_per_token
+from ingot.model.shapes import flops_per_token
 from ingot.parallel.executors.base import Executor
 from ingot.parallel.executors.device import memory_metrics, peak_flops
 from ingot.training.listener import Row

@@ -19,7 +19,7 @@ from ingot.config.model import ModelConfig
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
-from ingot.model.gpt import is_matrix
+from ingot.model.shapes import is_matrix
 from ingot.parallel.coordinator import Coordinator
 from ingot.parallel.dtensor import local
 from ingot.parallel.layout import Layout

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.model.gpt import parameter_shapes
 from ingot.model.init import init_weight
 from ingot.model.precision import autocast
+from ingot.model.shapes import parameter_shapes
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import fill, gather, local
 from ingot.parallel.executors.base import (
@@ -60,7 +60,7 @@ class Distributed:
         copies = self.pipeline.tied_copies if self.pipeline is not None else []
         tied_copy = copies[-1] if self.pipeline is not None and self.pipeline.has_last and copies else None
         self._sharded_modules = [m for root in self.roots for m in root.modules() if isinstance(m, FSDPModule)]
-        named = [(name.removeprefix("gpt."), p) for root in self.roots for name, p in root.named_parameters()]
+        named = [pair for root in self.roots for pair in root.gpt.named_parameters()]
         self.parameters = [NamedParameter(name, p, is_tied_copy=p is tied_copy) for name, p in named]
         self.parameter_shapes = parameter_shapes(config.model)
         # the share of a gradient's square that this rank counts, where several ranks hold the same shard
@@ -230,7 +230,7 @@ class Distributed:
     def set_recompute(self, kind: str | None) -> None:
         self.recompute = kind
         for root in self.roots:
-            getattr(root, "gpt", root).recompute = kind
+            root.gpt.activation_checkpointing = kind
 
     def memory_limit(self) -> int | None:
         limit = usable_memory(self.device)

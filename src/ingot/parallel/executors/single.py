@@ -3,7 +3,6 @@ microbatches when memory runs out, and CUDA graphs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +10,10 @@ from torch import Tensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.model.gpt import GPT, flops_per_token, parameter_shapes
+from ingot.model import kernels
 from ingot.model.precision import autocast
+from ingot.model.shapes import flops_per_token, parameter_shapes
+from ingot.parallel.build import LossModel, compile_model
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.parallel.executors.base import (
     MemoryUse,
@@ -45,15 +46,15 @@ class SingleProcess:
 
     def __init__(
         self,
-        model: GPT,
+        root: LossModel,
         config: RunConfig,
         device: torch.device,
         compiled: bool = False,
         messages: Messages = NoMessages(),
     ):
-        self.model, self.config, self.device, self.compiled = model, config, device, compiled
+        self.root, self.config, self.device = root, config, device
         self.messages = messages
-        self.parameters = [NamedParameter(name, p) for name, p in model.named_parameters()]
+        self.parameters = [NamedParameter(name, p) for name, p in root.gpt.named_parameters()]
         self.parameter_shapes = parameter_shapes(config.model)
         self.microbatch = 1
         self.recompute: str | None = None
@@ -61,7 +62,8 @@ class SingleProcess:
         self._graph_decided = device.type != "cuda" or config.cuda_graphs is False
         self._has_dropout = has_dropout(config.model)
         self._step, self._steps_done = 0, 0
-        self._runnable: Any = None
+        self._is_probing = False
+        self._is_to_be_compiled = compiled
 
     # --- one step
 
@@ -94,7 +96,7 @@ class SingleProcess:
         return scale_gradients(gradients, squared_norm(gradients).sqrt().float(), limit, loss_scale)
 
     def weights_changed(self) -> None:
-        self.model.train()  # which refreshes bf16 copies and puts their gradient buffers in place
+        kernels.refresh(self.root)
 
     def _run(self, batch: Batch, divisor: Tensor) -> Tensor:
         def before(row: int, last: bool) -> None:
@@ -118,9 +120,10 @@ class SingleProcess:
         return loss.detach()
 
     def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        if self._runnable is None:  # compiled late: how depends on what is recomputed
-            self._runnable = self.model.compiled() if self.compiled else self.model
-        return self._runnable(tokens, labels)
+        if self._is_to_be_compiled and not self._is_probing:  # late, because how depends on what is recomputed
+            compile_model(self.root)
+            self._is_to_be_compiled = False
+        return self.root(tokens, labels)
 
     def _halve_microbatch(self) -> None:
         self.microbatch //= 2
@@ -154,10 +157,10 @@ class SingleProcess:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.model.eval()
+        self.root.eval()
         with torch.no_grad():
             yield
-        self.model.train()
+        self.root.train()
 
     def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
         with autocast(self.config.precision, self.device):
@@ -199,8 +202,7 @@ class SingleProcess:
     # --- memory and time
 
     def set_recompute(self, kind: str | None) -> None:
-        self.recompute = self.model.recompute = kind
-        self._runnable = None
+        self.recompute = self.root.gpt.activation_checkpointing = kind
 
     def memory_limit(self) -> int | None:
         return usable_memory(self.device)
@@ -210,13 +212,13 @@ class SingleProcess:
             inputs = to_device(tokens, self.device)
             self.forward_backward(inputs, inputs, torch.ones((), device=self.device))
 
-        self._runnable = self.model  # what is compiled later depends on the result
+        self._is_probing = True
         try:
             return measure_memory(self, self.config, microbatch, run_pass)
         except torch.OutOfMemoryError:
             return None
         finally:
-            self._runnable = None
+            self._is_probing = False
             self._drop_gradients()
 
     def start_comm_timer(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Builds the executor of a run: a model in one process, or this rank's part of one."""
+"""Creates the executor of a run: a model in one process, or this rank's part of one."""
 
 from typing import TYPE_CHECKING
 
@@ -6,8 +6,7 @@ import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.model.attention import choose_kernel
-from ingot.model.init import build_model
+from ingot.parallel.build import BuildOptions, build_single
 from ingot.parallel.executors.base import Messages
 from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.layout import Layout
@@ -17,29 +16,26 @@ if TYPE_CHECKING:
     from ingot.parallel.executors.distributed import Distributed
 
 
-def build_single(config: RunConfig, device: torch.device, compiled: bool, messages: Messages) -> SingleProcess:
+def create_single(config: RunConfig, device: torch.device, compiled: bool, messages: Messages) -> SingleProcess:
     """The whole model with its initial weights, and the kernels that suit the device."""
-    model = build_model(config.model, config.seed, device)
-    kernel, why = choose_kernel(config.model, device)
-    model.use_kernel(kernel, config.max_seq_len, device)
-    if note := model.use_precision(config.precision, device):
+    options = BuildOptions(device, config.precision, config.max_seq_len)
+    root, notes = build_single(config.model, config.seed, options)
+    for note in notes:
         messages.note(note)
-    messages.note(f"attention {kernel}: {why}")
-    return SingleProcess(model, config, device, compiled, messages)
+    return SingleProcess(root, config, device, compiled, messages)
 
 
-def build_distributed(config: RunConfig, layout: Layout, world: World, device: torch.device, compiled: bool,
-                      messages: Messages) -> "Distributed":  # fmt: skip
+def create_distributed(
+    config: RunConfig, layout: Layout, world: World, device: torch.device, compiled: bool, messages: Messages
+) -> "Distributed":
     """This rank's part of the model with its initial weights."""
     from ingot.parallel.executors.distributed import Distributed  # a second of imports that one process does not need
-    from ingot.parallel.parallelize import spread_model
+    from ingot.parallel.parallelize import parallelize
 
-    kernel, why = choose_kernel(config.model, device)
-    model = spread_model(
-        config.model, config.parallel, layout, device, seq_len=config.max_seq_len, precision=config.precision,
-        kernel=kernel, recompute=None, compiled=compiled,
-    )  # fmt: skip
-    messages.note(f"attention {kernel}: {why}")
+    options = BuildOptions(device, config.precision, config.max_seq_len, compiled=compiled)
+    model = parallelize(config.model, config.parallel, layout, options)
+    for note in model.notes:
+        messages.note(note)
     executor = Distributed(model, config, world)
     executor.init_weights(config.seed)
     return executor
