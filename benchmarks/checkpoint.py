@@ -28,16 +28,14 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from ingot.checkpoint.async_writer import AsyncWriter
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
+from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import local, local_offsets
-from ingot.parallel.executors.base import NoMessages
-from ingot.parallel.executors.create import create_distributed, create_single
-from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
 from ingot.training.optimizer import Optimizer
@@ -57,17 +55,26 @@ class Bench:
         cuda = self.device.type == "cuda"
         size = "pythia-1b" if cuda else "gpt3-125m"
         width = [] if cuda else ["model.d_model=512", "model.n_heads=8", "model.n_layers=8"]
-        config = load_config(
-            RunConfig, [size, *width, "max_seq_len=256", "precision=fp32", "data=x", f"parallel.shard={processes}"]
-        )
+        config = load_config(RunConfig, [size, *width, "max_seq_len=256"])
         self.world = join_world(place, self.device, 60) if processes > 1 else None
         self.first = place.rank == 0
+        options = BuildOptions(self.device, "fp32", 256)
+        self.coordinator = StoreCoordinator(self.world) if self.world is not None else LocalCoordinator()
+        self.before_update: Callable[[], None] = lambda: None
         if self.world is None:
-            executor: Any = create_single(config, self.device, False, NoMessages())
+            self.model: Any = build_single(config.model, 0, options)[0]
+            names = {p: name for name, p in self.model.gpt.named_parameters()}
         else:
-            executor = create_distributed(config, Layout(shard=processes), self.world, self.device, False, NoMessages())
-        self.executor, names = executor, {p.tensor: p.name for p in executor.parameters}
-        self.root = executor.roots[0] if processes > 1 else executor.root
+            from ingot.config.parallel import ParallelConfig
+            from ingot.parallel.executors.distributed import Distributed
+            from ingot.parallel.layout import Layout
+            from ingot.parallel.parallelize import parallelize
+
+            parts = parallelize(config.model, ParallelConfig(shard=processes), Layout(shard=processes), options)
+            run = load_config(RunConfig, [size, *width, "max_seq_len=256", "data=x"])
+            executor = Distributed(parts, run, self.world)
+            executor.init_weights(0)
+            self.model, names = parts.roots[0], {p.tensor: p.name for p in executor.parameters}
         self.optimizer = Optimizer(config.optimizer, names)
         self.names = names
         batch = 8 if cuda else 1
@@ -75,7 +82,8 @@ class Bench:
         self.step()
 
     def step(self) -> None:
-        self.root(self.tokens, self.tokens).backward()
+        self.model(self.tokens, self.tokens).backward()
+        self.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.sync()
@@ -106,8 +114,8 @@ class Bench:
     # --- ways to save
 
     def ours(self) -> AsyncWriter:
-        saver = AsyncWriter(self.folder / "ours", self.world)
-        self.optimizer.before_step = saver.before_update
+        saver = AsyncWriter(self.folder / "ours", self.coordinator)
+        self.before_update = saver.before_update
         saver.prepare(self.tensors())
         saver.wait()
         return saver
@@ -115,7 +123,7 @@ class Bench:
     def torch_save(self) -> None:
         """The full state, gathered to the first process where there are several."""
         whole = self.flat()
-        if self.world is not None:
+        if self.spread is not None:
             from ingot.parallel.dtensor import gather
 
             whole = {name: gather(tensor) for name, tensor in whole.items()}
@@ -168,10 +176,10 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
         print(json.dumps({name: spread(values) for name, values in rows.items()}), file=sys.stderr, flush=True)
 
     # loading, on top of what is there: from the disk, then from the page cache
-    flat, ranks = bench.flat(), Coordinator(bench.world, "bench")
+    flat, coordinator = bench.flat(), bench.coordinator
 
     def load_ours() -> None:
-        manifest, problems = newest_good(folder / "ours", ranks)
+        manifest, problems = newest_good(folder / "ours", coordinator)
         assert manifest is not None and not problems
         for section, content in bench.tensors().items():
             stored = CheckpointTensors(manifest, section)

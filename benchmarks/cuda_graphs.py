@@ -20,7 +20,7 @@ from gpu_profile import run_header, show
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.parallel.executors.base import NoMessages
-from ingot.parallel.executors.create import create_single
+from ingot.parallel.executors.build import build_single
 
 COUNT = 8  # microbatches of a step
 
@@ -59,7 +59,7 @@ def measure(config: RunConfig, micro: int, steps: int, device: torch.device) -> 
     for kind, asked in (("chosen", "auto"), ("launched", False), ("graph", True))[: 3 if device.type == "cuda" else 2]:
         notes = Notes()
         asked_config = config.model_copy(update={"cuda_graphs": asked})
-        step = IngotStep(asked_config, create_single(asked_config, device, device.type == "cuda", notes), micro)
+        step = IngotStep(asked_config, build_single(asked_config, device, device.type == "cuda", notes), micro)
         for _ in range(2):  # the second step decides
             step.run(large[0])
         if kind == "chosen":

@@ -53,9 +53,8 @@ from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.model.init import build_model
 from ingot.model.shapes import flops_per_token
-from ingot.parallel.build import LossModel
 from ingot.parallel.executors.base import NoMessages
-from ingot.parallel.executors.create import create_single
+from ingot.parallel.executors.build import build_single
 from ingot.parallel.executors.device import peak_flops
 from ingot.parallel.executors.single import SingleProcess
 from ingot.training.loss_scale import LossScale
@@ -276,7 +275,7 @@ class IngotStep:
     """The trainer's own step on one process."""
 
     def __init__(self, config: RunConfig, executor: SingleProcess, micro: int):
-        self.config, self.executor, self.model = config, executor, executor.root.gpt
+        self.config, self.executor, self.model = config, executor, executor.model
         executor.microbatch = micro
         executor.set_recompute(config.recompute)
         executor.weights_changed()
@@ -296,7 +295,7 @@ def build(system: str, config: RunConfig, size: Size, device: torch.device) -> I
     compile = device.type == "cuda"
     if system == "ingot":
         plain = config.model_copy(update={"cuda_graphs": False})
-        return IngotStep(plain, create_single(plain, device, compile, NoMessages()), size.micro)
+        return IngotStep(plain, build_single(plain, device, compile, NoMessages()), size.micro)
     model: Any = build_model(config.model, config.seed, device)
     model = build_peer(system, config, dict(model.named_parameters()), device)
     return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
@@ -320,7 +319,7 @@ def train_reference(
 ) -> list[float]:
     """The losses of the same steps in fp32, neither compiled nor with a kernel of ours."""
     exact = config.model_copy(update={"precision": "fp32", "cuda_graphs": False})
-    executor = SingleProcess(LossModel(build_model(exact.model, exact.seed, device)), exact, device)
+    executor = build_single(exact, device, compiled=False, messages=NoMessages())
     step = IngotStep(exact, executor, max(1, len(batches[0].tokens) // 4))
     executor.set_recompute("full" if recomputed else None)
     torch.backends.cuda.matmul.allow_tf32 = True

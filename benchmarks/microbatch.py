@@ -21,7 +21,7 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.parallel.executors.base import Executor, NoMessages
-from ingot.parallel.executors.create import create_distributed, create_single
+from ingot.parallel.executors.build import build_distributed, build_single
 from ingot.parallel.executors.oom import is_out_of_memory
 from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import RankEnv
@@ -38,9 +38,9 @@ def measure(recipe: str, overrides: list[str], world: World | None) -> str:
     config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false",
                                      "cuda_graphs=false", *overrides])  # fmt: skip
     if world is not None:
-        executor: Executor = create_distributed(config, Layout(), world, DEVICE, False, NoMessages())
+        executor: Executor = build_distributed(config, Layout(), world, DEVICE, False, NoMessages())
     else:
-        executor = create_single(config, DEVICE, False, NoMessages())
+        executor = build_single(config, DEVICE, False, NoMessages())
     optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

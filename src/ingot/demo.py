@@ -35,7 +35,7 @@ def standard_library() -> Iterator[tuple[str, str]]:
 
 
 def write_corpus(folder: Path) -> tuple[int, int]:
-    """Write train.jsonl and val.jsonl, unless they are there; gives the number of documents and of bytes."""
+    """Write train.jsonl and val.jsonl, unless they exist; returns the number of documents and of bytes."""
     paths = {split: folder / f"{split}.jsonl" for split in ("train", "val")}
     if not all(path.is_file() for path in paths.values()):
         lines: dict[str, list[str]] = {"train": [], "val": []}
@@ -62,7 +62,7 @@ def write_corpus(folder: Path) -> tuple[int, int]:
 
 
 def make_tokenizer(corpus: Path, folder: Path) -> int:
-    """Train a byte-level BPE tokenizer on the training documents, unless it is there; gives its size."""
+    """Train a byte-level BPE tokenizer on the training documents, unless it exists; returns its size."""
     if not (folder / "tokenizer.json").is_file():
         with (corpus / "train.jsonl").open(encoding="utf-8") as file:
             train_tokenizer((json.loads(line)["text"] for line in file), VOCAB_SIZE, folder)

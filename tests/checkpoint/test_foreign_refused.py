@@ -118,18 +118,18 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", tmp_path / "out", "no such file or folder")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, tmp_path / "out", "holds no checkpoint of")
+    refused(empty, tmp_path / "out", "is not a checkpoint of")
     (empty / "latest").write_text("../../etc")
     refused(empty, tmp_path / "out", "names '../../etc', which is not in that folder")
     (empty / "latest").unlink()
     (empty / "__0_0.distcp").touch()
     refused(empty, tmp_path / "out", "sharded by torch.distributed.checkpoint")
     torch.save({"weights": torch.ones(3)}, tmp_path / "other.pt")
-    refused(tmp_path / "other.pt", tmp_path / "out", "no full-state file")
+    refused(tmp_path / "other.pt", tmp_path / "out", "not a full-state file")
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
-    refused(tmp_path / "tensor.pt", tmp_path / "out", "no full-state file")
+    refused(tmp_path / "tensor.pt", tmp_path / "out", "not a full-state file")
     (tmp_path / "weights.bin").touch()
-    refused(tmp_path / "weights.bin", tmp_path / "out", "no .pt file")
+    refused(tmp_path / "weights.bin", tmp_path / "out", "not a .pt file")
 
 
 def test_a_composer_file_needs_its_config(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_composer_file_needs_its_config(tmp_path: Path) -> None:
         ({"ffn_config": {"ffn_type": "mb_dmoe", "moe_num_experts": 4}}, "moe_num_experts|ffn_type"),
         ({"norm_type": "rmsnorm_of_ours"}, "norm_type"),
         ({"d_model": 64}, r"wte.weight comes out as \[96, 32\], its config says \[96, 64\]"),
-        ({"learned_pos_emb": False}, "no place for state.model.model.transformer.wpe.weight"),
+        ({"learned_pos_emb": False}, "no tensor for state.model.model.transformer.wpe.weight"),
     ):
         write_composer(tmp_path / "a.pt", model, inside=mpt_config(model.config) | change)
         refused(tmp_path / "a.pt", tmp_path / "out", match)
@@ -197,12 +197,12 @@ def test_a_broken_neox_checkpoint_is_refused_by_name(
     ("change", "more", "match"),
     [
         (lose("mp_rank_01_001"), {}, "lacks the slice of tensor-parallel rank 1, pipeline stage 1"),
-        (lose("mp_rank_01_001/model_optim_rng.pt"), {}, "mp_rank_01_001 holds no model_optim_rng.pt"),
+        (lose("mp_rank_01_001/model_optim_rng.pt"), {}, "mp_rank_01_001 has no model_optim_rng.pt"),
         (None, {"tensor_model_parallel_size": 4}, "tensor_model_parallel_size 2, its args say 4"),
         (None, {"num_experts": 8}, "num_experts = 8"),
         (None, {"multi_latent_attention": True}, "multi_latent_attention"),
         (None, {"normalization": "L2Norm"}, "normalization = L2Norm"),
-        (None, {"add_bias_linear": False}, "has no place for .*bias"),
+        (None, {"add_bias_linear": False}, "has no tensor for .*bias"),
         (None, {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         (mix_in_megatron, {}, "not slices of one model"),
     ],

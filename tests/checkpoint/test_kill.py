@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from ingot.checkpoint.async_writer import AsyncWriter
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, remove, steps_in
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.save_plan import Tensors
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, to_remove
+from ingot.parallel.coordinator import LocalCoordinator
 
 TENSORS, EACH = 20, 300_000  # floats
 BYTES = 2 * TENSORS * EACH * 4
@@ -28,15 +28,15 @@ def state(step: int) -> Tensors:
 def save_for_ever(run: Path) -> None:
     torch.set_num_threads(1)
     clear_drafts(run)
-    manifest, _ = newest_good(run, Coordinator())
-    step, saver = (manifest.step if manifest is not None else 0), AsyncWriter(run)
+    manifest, _ = newest_good(run, LocalCoordinator())
+    step = manifest.step if manifest is not None else 0
 
     def after(step: int, final: bool) -> bool:
         for old in to_remove(steps_in(run / "checkpoints"), keep=2, every=0):
             remove(run / "checkpoints" / str(old))
         return False
 
-    saver.after = after
+    saver = AsyncWriter(run, after_save=after)
     while True:
         step += 1
         saver.save(step, state(step), {})
@@ -65,7 +65,7 @@ def test_killed_at_twenty_offsets_of_a_save_a_run_never_finds_a_torn_checkpoint(
 
         clear_drafts(tmp_path)
         assert all(name.isdigit() for name in os.listdir(tmp_path / "checkpoints"))
-        manifest, problems = newest_good(tmp_path, Coordinator())
+        manifest, problems = newest_good(tmp_path, LocalCoordinator())
         assert problems == [] and manifest is not None and manifest.step >= last
         last = manifest.step
         for section in (MODEL, OPTIMIZER):

@@ -13,7 +13,6 @@ from test_saver import assert_equal, read, state
 
 import ingot.storage.object_store as remote_module
 from ingot.api import train
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.location import CheckpointLocation, find_checkpoints
 from ingot.checkpoint.manifest import MODEL, steps_in
 from ingot.checkpoint.remote_copy import Uploader, newest_good
@@ -21,6 +20,7 @@ from ingot.checkpoint.store import save_checkpoint
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, ConfigError, DiskError
+from ingot.parallel.coordinator import LocalCoordinator
 from ingot.report.metrics_file import read_rows
 from ingot.storage.object_store import Remote
 
@@ -94,7 +94,7 @@ def test_two_tiers_copy_fewer_checkpoints_and_each_keeps_its_own(data: Path, tmp
     assert far[-1] == 12 and set(far) <= {6, 8, 10, 12} and len(far) < 4
     assert (tmp_path / "far" / "config.yaml").is_file() and (tmp_path / "far" / "tokenizer/tokenizer.json").is_file()
     shutil.rmtree(tmp_path / "near" / "checkpoints")
-    manifest, _ = newest_good(tmp_path / "near", Coordinator(), Remote(str(tmp_path / "far")))
+    manifest, _ = newest_good(tmp_path / "near", LocalCoordinator(), Remote(str(tmp_path / "far")))
     assert manifest is not None and manifest.folder == tmp_path / "near" / "checkpoints" / "12"
     assert_equal(read(manifest.folder), read(tmp_path / "far" / "checkpoints" / "12"))
 
@@ -105,7 +105,7 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_remote_copy(tmp_path: Pat
         save_checkpoint(folder, 1, state(1), {})
         save_checkpoint(folder, 2, state(2), {})
     os.truncate(here / "checkpoints/2/model.safetensors", 40)
-    manifest, problems = newest_good(here, Coordinator(), Remote(str(there)))
+    manifest, problems = newest_good(here, LocalCoordinator(), Remote(str(there)))
     assert manifest is not None and manifest.step == 2 and "is truncated" in problems[0]
     assert float(read(here / "checkpoints" / "2")[MODEL]["a"][0, 0]) == 2
 
@@ -117,7 +117,7 @@ def test_an_upload_without_its_manifest_is_no_checkpoint(tmp_path: Path, store: 
             if step == 1 or file.name != "manifest.json":  # the second was cut off
                 obstore.put(bucket(store), f"torn/checkpoints/{step}/{file.name}", file.read_bytes())
     assert remote_steps("s3://test/torn") == [1]
-    manifest, problems = newest_good(tmp_path / "new", Coordinator(), Remote("s3://test/torn"))
+    manifest, problems = newest_good(tmp_path / "new", LocalCoordinator(), Remote("s3://test/torn"))
     assert manifest is not None and manifest.step == 1 and problems == []
 
 
@@ -128,7 +128,7 @@ def test_a_bit_flipped_at_the_url_is_found_before_anything_is_loaded(tmp_path: P
         content[-1] ^= file.name == "optimizer.safetensors"
         obstore.put(bucket(store), f"flipped/checkpoints/1/{file.name}", bytes(content))
     with pytest.raises(CheckpointError, match=r"s3://test/flipped/checkpoints/1/optimizer.safetensors is corrupt"):
-        newest_good(tmp_path / "new", Coordinator(), Remote("s3://test/flipped"))
+        newest_good(tmp_path / "new", LocalCoordinator(), Remote("s3://test/flipped"))
     assert steps_in(tmp_path / "new" / "checkpoints") == []
 
 
@@ -138,13 +138,13 @@ def test_a_store_that_does_not_answer_is_not_taken_for_an_empty_one(
     for name, value in (s3 | {"AWS_ENDPOINT": "http://127.0.0.1:9"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(DiskError, match="cannot be listed"):
-        newest_good(tmp_path, Coordinator(), Remote("s3://test/run"))
+        newest_good(tmp_path, LocalCoordinator(), Remote("s3://test/run"))
 
 
 def test_a_failed_upload_warns_and_the_next_one_is_tried(data: Path, tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "run", 1, state(), {})
     (tmp_path / "far").write_text("in the way")
-    uploader = Uploader(str(tmp_path / "far"), tmp_path / "run", None, lambda steps: [])
+    uploader = Uploader(str(tmp_path / "far"), tmp_path / "run", LocalCoordinator(), lambda steps: [])
     uploader.start(path)
     uploader.wait()
     assert uploader.problem and uploader.news[-1][1] and uploader.step is None
@@ -167,7 +167,7 @@ def test_the_manifest_goes_up_after_everything_else(
 
     monkeypatch.setattr(remote_module.Remote, "put", record)
     path = save_checkpoint(tmp_path / "run", 7, state(), {})
-    uploader = Uploader("s3://test/order", tmp_path / "run", None, lambda steps: [])
+    uploader = Uploader("s3://test/order", tmp_path / "run", LocalCoordinator(), lambda steps: [])
     uploader.start(path)
     uploader.wait()
     assert order[-1] == "checkpoints/7/manifest.json" and len(order) == 3
@@ -177,7 +177,7 @@ def test_the_manifest_goes_up_after_everything_else(
 
 
 def test_two_urls_are_refused() -> None:
-    with pytest.raises(ConfigError, match="save_folder is at a URL already"):
+    with pytest.raises(ConfigError, match="save_folder is already a URL"):
         load_config(RunConfig, ["save_folder=s3://a/b", "remote_save_folder=s3://c/d"])
 
 

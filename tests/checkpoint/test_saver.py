@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +16,17 @@ from safetensors.torch import load_file
 import ingot.checkpoint.async_writer as saver_module
 import ingot.training.checkpointer as saving_module
 from ingot.checkpoint.async_writer import AsyncWriter
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
 from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.safetensors_file import write_blocks
 from ingot.checkpoint.save_plan import Tensors
+from ingot.checkpoint.snapshot import Snapshot
 from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate, save_checkpoint, to_remove
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
+from ingot.parallel.coordinator import LocalCoordinator
+from ingot.report.listeners import train
 from ingot.training.checkpointer import Checkpointer
 
 
@@ -63,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "PAUSES", (0.01,))
+    monkeypatch.setattr(saver_module, "RETRY_PAUSES", (0.01,))
 
 
 def test_what_is_saved_is_what_there_was_before_the_next_update(tmp_path: Path, gate: threading.Event) -> None:
@@ -115,7 +118,7 @@ def test_preparing_ahead_leaves_less_for_the_first_save(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_is_tried_again_from_the_same_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "PAUSES", (0.0,) * 10_000)
+    monkeypatch.setattr(saver_module, "RETRY_PAUSES", (0.0,) * 10_000)
     failed = threading.Event()
     run = saver_module.disk_error
     monkeypatch.setattr(saver_module, "disk_error", lambda *a: (failed.set(), run(*a))[1])
@@ -181,7 +184,7 @@ def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> No
         save_checkpoint(tmp_path, step, state(step), {})
     (tmp_path / "checkpoints" / "latest").write_text("garbage")  # whatever pointers others may leave
     (tmp_path / "checkpoints" / "3").mkdir()
-    manifest, problems = newest_good(tmp_path, Coordinator())
+    manifest, problems = newest_good(tmp_path, LocalCoordinator())
     assert manifest is not None and manifest.step == 2
     assert problems == [f"{tmp_path}/checkpoints/3 is not a checkpoint: it has no manifest.json"]  # and says so
 
@@ -207,17 +210,19 @@ def test_closing_waits_for_a_slow_save_unless_other_ranks_may_be_dead(
     """A save by several ranks may wait forever for one that has died; a save by one rank finishes, however slow."""
     monkeypatch.setattr(saving_module, "PATIENCE", 0.05)
     config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}"])
-    doubles: Any = SimpleNamespace()  # closing needs neither a clock, nor an optimizer, nor a reporter
-    saving = Checkpointer(config, doubles, {}, {}, doubles, doubles, None, None)
-    saving.ranks.count = ranks
-    saving.saver.save(1, state(), {})
+    coordinator = LocalCoordinator()
+    executor: Any = SimpleNamespace(parameters=[], parameter_shapes={}, coordinator=coordinator)
+    unused: Any = None
+    saving = Checkpointer(config, unused, executor, unused, unused)
+    coordinator.world_size = ranks
+    saving.writer.save(1, state(), {})
     closing = threading.Thread(target=saving.close, daemon=True)
     closing.start()
     closing.join(0.5 if ranks == 1 else 60)
     assert closing.is_alive() == (ranks == 1)
     gate.set()
     closing.join(60)
-    saving.saver.wait()
+    saving.writer.wait()
     assert not closing.is_alive() and steps_in(tmp_path / "checkpoints") == [1]
 
 
@@ -269,3 +274,17 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkey
     monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size)
     save_checkpoint(run, 2, state(2), {})
     read_manifest(run / "checkpoints" / "2")
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step_however_slow_the_copy(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: Path) -> Tensors:
+        length = ["max_duration=4ba", "scheduler.t_max=12ba", "save_interval=2ba", "eval_interval=0ba"]
+        train(load_config(RunConfig, [*TINY, *length, f"data={data}", f"save_folder={folder}"]))
+        return read(folder / "checkpoints" / "2")
+
+    expected = run(tmp_path / "fast")
+    finish = Snapshot.finish
+    monkeypatch.setattr(Snapshot, "finish", lambda self: (time.sleep(1.0), finish(self))[1])
+    assert_equal(run(tmp_path / "slow"), expected)  # steps 3 and 4 would have changed the weights by then

@@ -21,7 +21,7 @@ def error_of(*arguments: object, dialect: str | None = None) -> str:
 
 
 @pytest.mark.parametrize("name", ["foundry", "neox", "megatron"])
-def test_every_file_is_recognised(name: str) -> None:
+def test_every_file_is_recognized(name: str) -> None:
     for path in (HERE / name).iterdir():
         assert translate([str(path)]).dialect.name == name, path
 

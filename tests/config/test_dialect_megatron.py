@@ -288,13 +288,13 @@ def test_scripts_are_never_run(tmp_path: Path) -> None:
         ("ARGS=(\n --save ${OUT:-x}\n)\n", "the script takes it from elsewhere"),
         ("if [ $A = 1 ]; then\n ARGS=(\n --bf16\n )\nfi\n", "run.sh:2: these arguments depend on a condition"),
         ("ARGS=(\n --save 'x\n)\n", "run.sh:2: cannot be read as shell words"),
-        ("echo hello\n", "holds no complete list of arguments"),
-        ("ARGS=(\n --bf16\n", "holds no complete list of arguments"),
-        ('ARGS="--bf16\n', "holds no complete list of arguments"),
-        ("if true; then\n python pretrain_gpt.py --bf16\nfi\n", "holds no complete list of arguments"),
+        ("echo hello\n", "no complete list of arguments"),
+        ("ARGS=(\n --bf16\n", "no complete list of arguments"),
+        ('ARGS="--bf16\n', "no complete list of arguments"),
+        ("if true; then\n python pretrain_gpt.py --bf16\nfi\n", "no complete list of arguments"),
         ("ARGS=(\n --num-layrs 3\n)\n", "run.sh:2: unknown key num_layrs of Megatron; did you mean num_layers?"),
         ("ARGS=(\n --lr 1 2\n)\n", "run.sh:2: --lr takes one value"),
-        ("ARGS=(\n 3 --lr 1\n)\n", "run.sh:2: '3' belongs to no argument"),
+        ("ARGS=(\n 3 --lr 1\n)\n", "run.sh:2: '3' belongs to no option"),
     ],
 )
 def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_path: Path, text: str, words: str) -> None:
@@ -320,7 +320,7 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
         ("--split 0,1,1 --train-data-path --valid-data-path --data-path C", "such as 969,30,1"),
         (
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --vocab-size 9 --eod-mask-loss",
-            "which token ends",
+            "the token that ends",
         ),
         ("--fp8-format hybrid", "use bf16"),
         ("--loss-scale 1024", "a fixed loss scale"),
@@ -370,7 +370,7 @@ def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None
 def test_documents_begin_anew_after_the_tokenizers_last_token() -> None:
     config = load("documents.sh")
     assert (config.model.document_mask, config.model.document_positions, config.mask_eos_loss) == (True, True, True)
-    assert config.model.eos_token_id == config.unscored == 50256
+    assert config.model.eos_token_id == config.no_loss_after_token == 50256
     arguments = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
     assert load("documents.sh", *arguments).model.eos_token_id == 31999
     assert load("documents.sh", *arguments, "--null-tokenizer-eod-id", "5").model.eos_token_id == 5

@@ -1,9 +1,11 @@
+import ast
 import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+import ingot.config as config_package
 from ingot.config.base import known_keys
 from ingot.config.load import load_config, to_yaml
 from ingot.config.recipes import recipe_names
@@ -166,7 +168,7 @@ def test_what_may_be_several_things_is_one_sentence_that_names_the_closest(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.n_heads=5", "model.n_heads: 5 heads do not divide d_model 64; 4 would"),
+        ("model.n_heads=5", "model.n_heads: 5 heads do not divide d_model 64; use 4"),
         ("model.n_kv_heads=3", "3 does not divide n_heads 4"),
         ("max_duration=12", "has no unit"),
         ("max_duration=3h", "wall-clock"),
@@ -254,7 +256,7 @@ def test_overrides_reach_every_field(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["mask_eos_loss=true"], "mask_eos_loss: model.eos_token_id must say which token ends a document"),
-        (["model.document_mask=true"], "model.eos_token_id: is missing; say which token ends a document"),
+        (["model.document_mask=true"], "model.eos_token_id: is missing; set it to the token that ends a document"),
         (["data.train.documents={split: '1,x', part: train}"], "write up to three shares, such as 969,30,1"),
         (["data.train.documents={split: '9,1', part: dev}"], "data.train.documents.part"),
         (["data.train.mix_order=random"], "data.train.mix_order"),
@@ -280,3 +282,11 @@ def test_every_recipe_is_valid_and_its_schema_is_json() -> None:
     for name in recipe_names():
         load_run_config([name])
     json.dumps(RunConfig.model_json_schema())
+
+
+def test_optional_keys_are_optional_to_type_checkers_too() -> None:
+    """Without pydantic's plugin they see a default only as `Field(default=...)`."""
+    for path in Path(config_package.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field":
+                assert not node.args, f"{path}:{node.lineno}"

@@ -108,7 +108,7 @@ def test_a_value_that_may_change_is_refused_by_its_option_until_it_is_given(tmp_
         ([ARRAY, 'torchrun $SCRIPT "${ARGS[@]}"'], 3, "which command trains"),
         ([f"A=( {B} )", "C=( --num-layers 96 )"], 3, "no command says which is used"),
         ([ARRAY, 'torchrun pretrain_bert.py "${ARGS[@]}"'], 3, "another kind of model"),
-        (['D="0.3 /a/x 0.7 /b/y"', f"ARGS=( {NO_DATA} --data-path \"$D\" )", USE], 3, "leave out its quotes"),
+        (['D="0.3 /a/x 0.7 /b/y"', f"ARGS=( {NO_DATA} --data-path \"$D\" )", USE], 3, "remove its quotes"),
         ([f"ARGS=( {NO_DATA} --data-path /data/* )", USE], 2, "give data_path=..."),
         ([f"{RUN} {B} --swiglu false"], 2, "--swiglu takes no value"),
         ([f"torchrun --nproc_per_node 8 --nnodes $N pretrain_gpt.py {NO_BATCH}"], 2, "give global_batch_size=..."),
@@ -125,4 +125,4 @@ def test_what_is_not_certain_is_refused_with_its_line_and_a_remedy(
         convert(tmp_path, lines)
     message = str(caught.value)
     assert f"run.sh:{line}: " in message and words in message
-    assert "give " in message or "leave " in message or "only pretrain_gpt.py" in message
+    assert "give " in message or "remove " in message or "only pretrain_gpt.py" in message

@@ -15,15 +15,17 @@ import pytest
 from test_writers import read_mds, read_tokens
 from typer.testing import CliRunner
 
-from ingot.cli.prepare import PrepareCommand, translate
+from ingot.cli.options import SectionCommand
 from ingot.cli.prepare import prepare as prepare_command
+from ingot.cli.prepare import translate
 from ingot.config.data import SourceConfig
 from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
 from ingot.data.prepare import pieces as sources
+from ingot.data.prepare.journal import SplitReport
 from ingot.data.prepare.pool import Pool, WorkerProcess
 from ingot.data.prepare.prepare import PrepareReport, prepare
-from ingot.data.prepare.scheduler import SplitJob, SplitReport
+from ingot.data.prepare.scheduler import SplitJob
 from ingot.data.prepare.tokenize_engine import choose_engine
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
@@ -677,7 +679,7 @@ def command(*arguments: str) -> str:
     import typer
 
     app = typer.Typer()
-    app.command(cls=PrepareCommand)(prepare_command)
+    app.command(cls=SectionCommand)(prepare_command)
     result = CliRunner().invoke(app, list(arguments))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception

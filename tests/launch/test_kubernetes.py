@@ -16,7 +16,8 @@ from specs import LAUNCH, VALUES, put_on_path, spec
 from ingot.errors import ConfigError
 from ingot.launch.kubernetes.kubectl import KubernetesError, apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
-from ingot.launch.kubernetes.pod_agent import EXIT_NEW_PODS, run_pod
+from ingot.launch.kubernetes.pod_agent import run_pod
+from ingot.launch.protocol import EXIT_NEW_PODS
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
 from ingot.launch.supervisor.attempt import Outcome

@@ -14,8 +14,9 @@ from ingot.errors import EXIT_FAULT
 from ingot.launch.build_spec import strikes
 from ingot.launch.preflight.transport import TransportWatch, chosen_transport, fallback
 from ingot.launch.supervisor.attempt import run_attempt
+from ingot.launch.supervisor.failure_log import node_name, read_failures, record
 from ingot.launch.supervisor.local_ranks import Node
-from ingot.launch.supervisor.restart_policy import judge, node_name, read_failures, record
+from ingot.launch.supervisor.restart_policy import decide_restart
 
 __all__ = ["cluster", "whole"]
 HOOK = str(Path(__file__).parent / "hook")
@@ -58,8 +59,8 @@ def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
 
 
 def test_a_silent_fall_back_to_sockets_is_an_error_that_names_what_was_expected() -> None:
-    assert "must talk through efa and its log says socket" in fallback("efa", "socket")
-    assert "must talk through ib" in fallback("ib", "")
+    assert "must use efa and its log says socket" in fallback("efa", "socket")
+    assert "must use ib" in fallback("ib", "")
     assert not fallback("efa", "efa") and not fallback("socket", "ib") and not fallback("gloo", "")
 
 
@@ -87,7 +88,7 @@ def test_two_processes_of_which_one_falls_back_are_ended_and_the_node_is_named(
     outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1", transport="efa")
     assert outcome.failure is not None and outcome.code == EXIT_FAULT
     assert (outcome.rank, outcome.failure.kind, outcome.failure.is_consequence) == (1, "transport", False)
-    assert outcome.failure.message.startswith(f"{node_name()}: NCCL must talk through efa and its log says socket")
+    assert outcome.failure.message.startswith(f"{node_name()}: NCCL must use efa and its log says socket")
     assert not (tmp_path / "logs" / "nccl-0.log").exists()  # gloo writes none
 
 
@@ -96,7 +97,7 @@ def test_it_counts_as_the_nodes_fault_and_is_worth_another_attempt(tmp_path: Pat
         record(
             tmp_path, attempt="1", rank=3, batch=0, kind="transport", message="n2: sockets", progress=False, host="n2"
         )
-    assert judge(read_failures(tmp_path)).again and strikes(tmp_path) == {"n2": 2}
+    assert decide_restart(read_failures(tmp_path)).restart and strikes(tmp_path) == {"n2": 2}
 
 
 @pytest.mark.slow

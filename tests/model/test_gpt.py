@@ -259,7 +259,7 @@ def test_masks_and_positions_of_documents_are_two_things() -> None:
     with torch.no_grad():
         moved.wpe.weight[30:] = float("nan")  # no document is that long
     assert moved(tokens).isfinite().all()
-    with pytest.raises(ValueError, match="say which token ends a document"):
+    with pytest.raises(ValueError, match="the token that ends a document"):
         ModelConfig(document_mask=True)
 
 

@@ -74,7 +74,7 @@ def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], pro
     import torch
 
     from ingot.config.run import RunConfig
-    from ingot.parallel.executors.create import check_distributed
+    from ingot.parallel.executors.build import check_distributed
     from ingot.parallel.executors.device import choose_compile
 
     parallel = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
@@ -217,7 +217,7 @@ def test_composer_variables_and_options_say_how_many_processes_to_start() -> Non
     assert (node.processes, node.world, node.first_rank, node.address, node.port) == (4, 8, 4, "x", 5)
     assert find_node(None, None, None, None, None, lambda: 8, {}).world == 8
     for options, problem in (
-        ((3, 8, 0, "x", 5), "no multiple"),
+        ((3, 8, 0, "x", 5), "must be a multiple"),
         ((4, 8, 2, "x", 5), "make machines 0 to 1"),
         ((4, 8, None, None, None), "need --master_addr"),
         ((0, None, None, None, None), "at least one process"),

@@ -22,7 +22,7 @@ pool = async_compile.AsyncCompile.process_pool()
 assert pool.submit(os.getpid).result(60) != os.getpid()
 for number in SIGNALS:
     os.killpg(0, number)
-print(len(heard), pool.submit(os.getpid).result(60) != os.getpid())
+print(len(heard) == len(SIGNALS), pool.submit(os.getpid).result(60) != os.getpid())
 """
 
 
@@ -31,7 +31,7 @@ def test_signals_to_the_process_group_leave_the_compilers_alive() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, start_new_session=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["4", "True"]
+    assert done.stdout.split() == ["True", "True"]
 
 
 @pytest.mark.skipif(TRITON, reason="where there is Triton, the kernel of the loss brings the compiler along")

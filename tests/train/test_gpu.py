@@ -153,7 +153,7 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
     from ingot.parallel.executors.base import NoMessages
-    from ingot.parallel.executors.create import create_single
+    from ingot.parallel.executors.build import build_single
     from ingot.training.microbatch_search import KINDS, choose_microbatch
 
     config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_heads=8", "model.n_layers=8",
@@ -162,7 +162,7 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
     total = torch.cuda.get_device_properties(device).total_memory
     gc.collect()  # models of the tests before are in cycles: freed later, their memory would make up for the limits below
     torch.cuda.empty_cache()
-    executor = create_single(config, device, False, NoMessages())
+    executor = build_single(config, device, False, NoMessages())
     peaks = []
     for kind in KINDS:
         executor.set_recompute(kind)

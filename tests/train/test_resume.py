@@ -223,7 +223,7 @@ def test_a_full_disk_costs_a_save_but_not_the_run_and_fails_at_the_end(
         "train", *TINY, "save_interval=5ba", f"data={data}", f"save_folder={folder}", check=False, preexec_fn=limit
     )
     assert done.returncode == 1
-    assert "warning: cannot save a checkpoint" in done.stdout and "the run goes on" in done.stdout
+    assert "warning: cannot save a checkpoint" in done.stdout and "the run continues" in done.stdout
     assert done.stderr.startswith("error: cannot save a checkpoint in") and "Traceback" not in done.stderr
     assert len(read_rows(folder)) == 12
     assert not os.listdir(folder / "checkpoints")

@@ -24,7 +24,7 @@ class Step:
     """An executor, its optimizer and its scaler."""
 
     def __init__(self, config: RunConfig, executor: SingleProcess):
-        self.config, self.executor, self.model = config, executor, executor.root.gpt
+        self.config, self.executor, self.model = config, executor, executor.model.gpt
         self.optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
         self.scaler = LossScale(CPU, enabled=config.precision == "fp16")
 
@@ -39,8 +39,8 @@ def make_step(micro: int, **values: object) -> Step:
     model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24}
     base = {"model": model, "max_seq_len": 24, "data": "x", "global_train_batch_size": 8, "precision": "fp32"}
     config = validate(RunConfig, base | values)
-    root, _ = build_single(config.model, 1, BuildOptions(CPU, config.precision, config.max_seq_len))
-    executor = SingleProcess(root, config, CPU)
+    model, _ = build_single(config.model, 1, BuildOptions(CPU, config.precision, config.max_seq_len))
+    executor = SingleProcess(model, config, CPU)
     executor.microbatch = micro
     executor.set_recompute(config.recompute)
     executor.weights_changed()
@@ -223,7 +223,7 @@ def test_a_batch_that_does_not_fit_is_repeated_in_microbatches_half_as_large() -
     expected, step = gradients(make_step(2), batch), make_step(4)
     step.executor.messages = SimpleNamespace(warn=said.append)  # type: ignore[assignment]
     step.executor.graph = Recorded(step.executor)  # type: ignore[assignment]
-    plain, calls = step.executor._forward, []
+    plain, calls = step.executor.model.forward, []
 
     def limited(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         calls.append(len(tokens))
@@ -231,7 +231,7 @@ def test_a_batch_that_does_not_fit_is_repeated_in_microbatches_half_as_large() -
             torch.empty(1 << 60)
         return plain(tokens, labels)
 
-    step.executor._forward = limited  # type: ignore[method-assign]
+    step.executor.model.forward = limited  # type: ignore[method-assign]
     step.executor.begin_step(6)
     found = gradients(step, batch)
     assert calls == [4, 4, 2, 2, 2, 2] and step.executor.microbatch == 2

@@ -1,90 +1,122 @@
-"""Saving behind the training loop: it waits for a copy of the state into host memory, and a thread writes the copy.
+"""Saving next to the training loop: the loop waits only for a copy of the state, and a thread writes that copy.
 
-At most one save is in flight. A failed one (full disk, vanished folder, on any process) is tried again from the same
-copy, then given up with a warning; the checkpoints before it are not touched.
+At most one save is in flight. A failed write (full disk, missing folder, on any rank) is retried from the same copy,
+then abandoned with a warning; earlier checkpoints are never touched.
 """
 
 import contextlib
-import json
-import mmap
 import os
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
+import msgspec
 
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import CHECKPOINTS, File, Manifest, file_name, write_manifest
 from ingot.checkpoint.remote_copy import Uploader
-from ingot.checkpoint.safetensors_file import blocks_of, bytes_of, header_of, in_order, write_blocks
+from ingot.checkpoint.safetensors_file import blocks_of, write_blocks
 from ingot.checkpoint.save_plan import SavePlan, Tensors, plan_save
+from ingot.checkpoint.snapshot import Snapshot
 from ingot.checkpoint.store import DRAFT, put_in_place
 from ingot.errors import CheckpointError, disk_error
-from ingot.parallel.dtensor import local
-from ingot.parallel.rendezvous import World
+from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 
-PAUSES = (0.5, 3.0)  # seconds before a failed write is tried again
-NICENESS = 10  # of the writing thread: where cores are short, the training step comes first
-REST = 3.0  # times as long as it works
+RETRY_PAUSES = (0.5, 3.0)  # seconds before each retry of a failed write
+NICENESS = 10  # of the writing thread: where cores are scarce, the training step comes first
+REST_RATIO = 3.0  # on a CPU the writing thread rests this many times as long as it works
+
+
+class _Report(msgspec.Struct):
+    """What a rank has written."""
+
+    files: dict[str, File] = {}
+    problem: str = ""
+
+
+class _Answer(msgspec.Struct):
+    """What rank 0 made of the reports."""
+
+    folder: str = ""
+    upload: bool = False
+    problem: str = ""
+    retry: bool = False
+
+
+@dataclass(frozen=True)
+class _Save:
+    step: int
+    plan: SavePlan
+    snapshot: Snapshot
+    state: dict[str, Any]
+    final: bool
+    problem: str
 
 
 class AsyncWriter:
-    """Saves the state of a run, together with the other processes of it."""
+    """Saves the state of a run, together with the other ranks.
 
-    def __init__(self, run: Path, world: World | None = None, full: bool = False):
-        self.run, self.full = run, full
-        self.ranks, self._behind = Coordinator(world, "save"), Coordinator(world, "write")
-        self.after: Callable[[int, bool], bool] = lambda step, final: False
-        """Called on the first process, in the thread, when a step has been saved; says whether to upload it."""
-        self.uploader: Uploader | None = None
+    `after_save(step, final)` is called on rank 0, in the thread, and returns whether to upload the new checkpoint.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        coordinator: Coordinator | None = None,
+        full: bool = False,
+        after_save: Callable[[int, bool], bool] = lambda step, final: False,
+        uploader: Uploader | None = None,
+    ):
+        self.run, self.full, self.uploader, self._after_save = run, full, uploader, after_save
+        self._coordinator = coordinator or LocalCoordinator()
+        self._thread_coordinator = self._coordinator.for_topic("write")
         self.news: list[tuple[str, bool]] = []
-        """What to tell the user, oldest first, and whether it is a warning; the loop takes it from here."""
+        """Messages for the user, oldest first, and whether each is a warning; the loop takes them from here."""
         self.problem: str | None = None  # why the last save failed
         self.saved_step: int | None = None  # of the newest checkpoint
         self.stall_seconds = self.write_seconds = 0.0
-        """Of the last save: what the loop waited, and how long the thread took."""
+        """Of the last save: how long the loop waited, and how long the thread took."""
         self._thread: threading.Thread | None = None
         self._waited_for = threading.Event()
         self._next_due = threading.Event()
         self._planned: tuple[list[str], SavePlan, Snapshot] | None = None
 
     def prepare(self, tensors: Tensors) -> None:
-        """Plan, and allocate the memory of the copy, behind the loop; else the first save does it."""
+        """Plan and allocate memory in the background; otherwise the first save does it."""
         self.wait()
-        self._start(lambda: self._plan(tensors, self._behind))
+        self._start(lambda: self._plan(tensors, self._thread_coordinator))
 
     def save(
         self, step: int, tensors: Tensors, state: dict[str, Any], final: bool = False, problem: str | None = None
     ) -> None:
-        """Begin to copy the state and to write the copy. Tensors may change after `before_update`. All processes must
-        call this; `state` is the first one's, `problem` why this one cannot."""
+        """Start to copy the state and to write the copy. Tensors may change after `before_update`.
+
+        All ranks must call this. `state` is taken from rank 0; a `problem` on any rank makes the save fail.
+        """
         began = time.perf_counter()
         self._next_due.set()
         self.wait()
         self._next_due.clear()
-        plan, snapshot = self._plan(tensors, self.ranks)
+        plan, snapshot = self._plan(tensors, self._coordinator)
         snapshot.begin(tensors)
-        self._start(lambda: self._write(step, plan, snapshot, state, final, problem))
+        save = _Save(step, plan, snapshot, state, final, problem or "")
+        self._start(lambda: self._write(save))
         self.stall_seconds = time.perf_counter() - began
 
     def before_update(self) -> None:
-        """To be called before the weights change: until then their copy may go on."""
+        """Call this before the weights change: until then the copy may still be in progress."""
         if self._planned is not None:
             began = time.perf_counter()
             self._planned[2].hold()
             self.stall_seconds += time.perf_counter() - began
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until nothing is in flight."""
+        """Wait until nothing is in flight."""
         if self._thread is not None:
             self._waited_for.set()
             self._thread.join(timeout)
@@ -93,178 +125,94 @@ class AsyncWriter:
         def body() -> None:
             try:
                 action()
-            except Exception as error:  # nothing that happens here may end the run
+            except Exception as error:  # a failed save must not end the run
                 self._fail(f"saving failed: {type(error).__name__}: {error}")
 
         self._waited_for.clear()
         self._thread = threading.Thread(target=body, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _plan(self, tensors: Tensors, ranks: Coordinator) -> tuple[SavePlan, "Snapshot"]:
+    def _plan(self, tensors: Tensors, coordinator: Coordinator) -> tuple[SavePlan, Snapshot]:
         names = [f"{section}/{name}" for section, content in tensors.items() for name in content]
         if self._planned is None or self._planned[0] != names:
-            self._planned = None  # let go of the old copy before the new one is made
-            plan = plan_save(tensors, ranks, self.full)
+            self._planned = None  # free the old copy before the new one is allocated
+            plan = plan_save(tensors, LocalCoordinator() if self.full else coordinator)
             self._planned = (names, plan, Snapshot(tensors, plan))
         return self._planned[1], self._planned[2]
 
     # --- in the thread
 
-    def _write(
-        self, step: int, plan: SavePlan, snapshot: "Snapshot", state: dict[str, Any], final: bool, problem: str | None
-    ) -> None:
+    def _write(self, save: _Save) -> None:
         began = time.perf_counter()
-        snapshot.finish()
-        with contextlib.suppress(OSError):  # Linux gives each thread its own
+        save.snapshot.finish()
+        with contextlib.suppress(OSError):  # on Linux this applies to the thread alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        for attempt in range(len(PAUSES) + 1):
-            draft = self.run / CHECKPOINTS / f"{DRAFT}{step}-{attempt}"
-            report = {"problem": problem} if problem else self._write_own(draft, plan, snapshot)
-            commit = partial(self._commit, step, plan, state, final, draft, attempt)
-            answer = json.loads(self._behind.ask(json.dumps(report), commit))
-            if not answer.get("again"):
+        for attempt in range(len(RETRY_PAUSES) + 1):
+            draft = self.run / CHECKPOINTS / f"{DRAFT}{save.step}-{attempt}"
+            report = _Report(problem=save.problem) if save.problem else self._write_own_files(draft, save)
+            text = msgspec.json.encode(report).decode()
+            commit = partial(self._commit, save, draft, attempt)
+            answer = msgspec.json.decode(self._thread_coordinator.gather_and_decide(text, commit), type=_Answer)
+            if not answer.retry:
                 break
         self.write_seconds = time.perf_counter() - began
-        if "problem" in answer:
-            self._fail(answer["problem"])
+        if answer.problem:
+            self._fail(answer.problem)
             return
         self.problem = None
-        self.saved_step = step
-        self.news.append((f"saved {answer['saved']}", False))
-        if answer["upload"] and self.uploader is not None:
-            self.uploader.start(Path(answer["saved"]))
+        self.saved_step = save.step
+        self.news.append((f"saved {answer.folder}", False))
+        if answer.upload and self.uploader is not None:
+            self.uploader.start(Path(answer.folder))
 
     def _fail(self, problem: str) -> None:
         self.problem = problem
         self.news.append((problem, True))
 
-    def _write_own(self, draft: Path, plan: SavePlan, snapshot: "Snapshot") -> dict[str, Any]:
-        """Write this process's files; gives their sizes and hashes, or what went wrong."""
-        files: dict[str, tuple[int, str]] = {}
+    def _write_own_files(self, draft: Path, save: _Save) -> _Report:
+        report, rank = _Report(), self._coordinator.rank
         try:
-            if snapshot.files or self.ranks.first:
+            if save.snapshot.files or rank == 0:
                 draft.mkdir(parents=True, exist_ok=True)
-            for section, (header, content) in snapshot.files.items():
-                name = file_name(section, self.ranks.rank, plan.parts)
-                file = write_blocks(draft / name, self._gently(chain([header], blocks_of(content)), snapshot))
-                files[name] = (file.bytes, file.xxh3)
+            for section, (header, content) in save.snapshot.files.items():
+                name = file_name(section, rank, save.plan.parts)
+                blocks = chain([header], blocks_of(content))
+                report.files[name] = write_blocks(draft / name, self._throttled(blocks, save.snapshot))
         except OSError as error:
-            return {"problem": str(disk_error("save a checkpoint in", self.run, error))}
-        return {"files": files}
+            return _Report(problem=str(disk_error("save a checkpoint in", self.run, error)))
+        return report
 
-    def _gently(self, blocks: Iterable[memoryview], snapshot: "Snapshot") -> Iterator[memoryview]:
-        """Where training has only the same processors, rest between blocks, unless somebody waits."""
+    def _throttled(self, blocks: Iterable[memoryview], snapshot: Snapshot) -> Iterator[memoryview]:
+        """Where training runs on the same cores, rest after each block unless the loop waits for the save."""
         for block in blocks:
             began = time.perf_counter()
-            yield block  # which comes back when it has been hashed and written
+            yield block  # the generator continues once the block is hashed and written
             if not snapshot.on_gpu:
-                self._waited_for.wait(REST * (time.perf_counter() - began))
+                self._waited_for.wait(REST_RATIO * (time.perf_counter() - began))
 
-    def _commit(
-        self, step: int, plan: SavePlan, state: dict[str, Any], final: bool, draft: Path, attempt: int, said: list[str]
-    ) -> str:
-        """On the first process, when all have written: make it a checkpoint, or clear it away."""
-        reports = [json.loads(text) for text in said]
-        problem = next((report["problem"] for report in reports if "problem" in report), None)
+    def _commit(self, save: _Save, draft: Path, attempt: int, texts: list[str]) -> list[str]:
+        """On rank 0, when all ranks have written: turn the draft into a checkpoint, or remove it."""
+        reports = [msgspec.json.decode(text, type=_Report) for text in texts]
+        problem = next((report.problem for report in reports if report.problem), "")
+        retry = True
         try:
-            files = {name: File(*file) for report in reports for name, file in report.get("files", {}).items()}
-            if problem is None:
-                for name in files:
-                    if not (draft / name).is_file():
-                        raise OSError(f"{name}, written by another process, is not there; all need one file system")
-                write_manifest(Manifest(step, plan.parts, files, plan.entries, state, draft))
-                target = put_in_place(draft, step)
-                return json.dumps({"saved": str(target), "upload": self.after(step, final)})
+            if not problem:
+                answer = self._put_in_place(save, draft, reports)
         except CheckpointError as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            return json.dumps({"problem": str(error)})
+            problem, retry = str(error), False
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.run, error))
-        shutil.rmtree(draft, ignore_errors=True)
-        again = attempt < len(PAUSES) and not self._next_due.wait(PAUSES[attempt])
-        return json.dumps({"problem": problem, "again": again})
+        if problem:
+            shutil.rmtree(draft, ignore_errors=True)
+            retry = retry and attempt < len(RETRY_PAUSES) and not self._next_due.wait(RETRY_PAUSES[attempt])
+            answer = _Answer(problem=problem, retry=retry)
+        return [msgspec.json.encode(answer).decode()] * len(texts)
 
-
-class Snapshot:
-    """A copy of what this process writes, laid out as its files are, in host memory that every save uses again.
-
-    The memory is touched before it is needed, and locked for a GPU's copy engine. The copy is made beside the next
-    forward and backward pass: by a GPU's stream, or by the writing thread; only a change of the weights waits for it.
-    """
-
-    def __init__(self, tensors: Tensors, plan: SavePlan):
-        self.files: dict[str, tuple[memoryview, memoryview]] = {}  # header and content by kind of file
-        self._pieces: list[tuple[str, str, Tensor]] = []
-        chosen: Tensors = {}
-        for section, name in plan.own:
-            chosen.setdefault(section, {})[name] = local(tensors[section][name].detach())
-        cuda = any(tensor.is_cuda for content in chosen.values() for tensor in content.values())
-        for section, content in chosen.items():
-            content = in_order(content)
-            header, total = header_of(content), sum(tensor.nbytes for tensor in content.values())
-            memory = mmap.mmap(-1, len(header) + max(total, 1))
-            with contextlib.suppress(OSError, AttributeError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            memory[: len(header)] = header
-            buffer = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :].zero_()
-            if cuda:
-                _lock_for_gpu(self, memory)
-            view, begin = memoryview(memory), 0
-            self.files[section] = (view[: len(header)], view[len(header) : len(header) + total])
-            for name, tensor in content.items():
-                piece = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                self._pieces.append((section, name, piece))
-                begin += tensor.nbytes
-        self.on_gpu = cuda
-        self._stream: Any = torch.cuda.Stream() if cuda else None
-        self._todo: list[tuple[Tensor, Tensor]] = []
-        self._done = threading.Event()
-        self._done.set()
-
-    def begin(self, tensors: Tensors) -> None:
-        """Begin to copy."""
-        self._done.clear()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        for section, name, piece in self._pieces:
-            source = local(tensors[section][name].detach())
-            if source.is_cuda:
-                with torch.cuda.stream(self._stream):
-                    piece.copy_(source, non_blocking=True)
-            else:
-                self._todo.append((piece, source))
-
-    def finish(self) -> None:
-        """In the writing thread: copy the rest, until all is here."""
-        try:
-            for piece, source in self._todo:
-                if source.is_contiguous():  # numpy copies in this thread alone, and lets the others run
-                    np.copyto(np.asarray(bytes_of(piece)), np.asarray(bytes_of(source)))
-                else:
-                    piece.copy_(source)
-            if self._stream is not None:
-                self._stream.synchronize()
-        finally:
-            self._todo.clear()
-            self._done.set()
-
-    def hold(self) -> None:
-        """Let the next change of the state wait for the copy: a GPU's queue, or the caller."""
-        if self._done.is_set():
-            return
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        if self._todo:
-            self._done.wait()
-
-
-def _lock_for_gpu(owner: Snapshot, memory: mmap.mmap) -> None:
-    """Lock memory for a GPU's copy engine while its owner lives.
-
-    It must be unlocked before it is given back: the next mapping may get the same address, and copies into memory that
-    the driver holds for another are refused.
-    """
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    driver: Any = torch.cuda.cudart()
-    torch.cuda.check_error(driver.cudaHostRegister(address, len(memory), 0))
-    weakref.finalize(owner, driver.cudaHostUnregister, address).atexit = False
+    def _put_in_place(self, save: _Save, draft: Path, reports: list[_Report]) -> _Answer:
+        files = {name: file for report in reports for name, file in report.files.items()}
+        for name in files:
+            if not (draft / name).is_file():
+                raise OSError(f"{name}, written by another rank, is not there; all ranks need the same file system")
+        write_manifest(Manifest(save.step, save.plan.parts, files, save.plan.entries, save.state, draft))
+        folder = put_in_place(draft, save.step)
+        return _Answer(str(folder), upload=self._after_save(save.step, save.final))

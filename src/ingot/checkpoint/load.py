@@ -1,4 +1,4 @@
-"""From a path to a model: a run folder, a checkpoint, or a Hugging Face folder."""
+"""Loads models and weights from a run folder, a checkpoint or a Hugging Face folder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ingot.parallel.dtensor import fill, local, local_offsets
 
 
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
-    """The model of a run folder, a checkpoint or a Hugging Face folder, in fp32 and ready for inference."""
+    """The model in a run folder, checkpoint or Hugging Face folder, in fp32 and ready for inference."""
     config, tensors = open_weights(Path(path))
     model = allocate(config, device)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -29,7 +29,7 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
 
 
 def open_weights(path: Path) -> tuple[ModelConfig, TensorReader]:
-    """A model's shape and its weights, whatever kind of folder they are in."""
+    """The config and the weights of a model in any kind of folder."""
     if (path / "config.json").is_file():
         return read_hf(path)
     manifest = find_checkpoint(path)
@@ -37,7 +37,7 @@ def open_weights(path: Path) -> tuple[ModelConfig, TensorReader]:
 
 
 def model_config(manifest: Manifest) -> ModelConfig:
-    """The shape of the model in a checkpoint."""
+    """The config of the model in a checkpoint."""
     try:
         return validate(ModelConfig, manifest.state["config"]["model"])
     except (KeyError, TypeError, ConfigError) as error:
@@ -47,19 +47,18 @@ def model_config(manifest: Manifest) -> ModelConfig:
 def fill_parameters(
     parameters: dict[Tensor, str], model_names: Iterable[str], tensors: TensorReader, source: str
 ) -> None:
-    """Copy weights into the parameters of this process, which may be a part of the model that has `model_names`; every
-    one of these must be there with its shape."""
+    """Copy weights into this rank's parameters. Every name of the whole model, `model_names`, must exist."""
     known, found = set(model_names), set(tensors.names())
     if missing := sorted(known - found):
-        raise CheckpointError(f"{source} has no weight {missing[0]}: it is of another model")
+        raise CheckpointError(f"{source} has no weight {missing[0]}: it is from another model")
     if extra := sorted(found - known):
-        raise CheckpointError(f"{source} has a weight {extra[0]} that this model lacks: it is of another model")
+        raise CheckpointError(f"{source} has a weight {extra[0]} that this model lacks: it is from another model")
     for parameter, name in parameters.items():
         read_into(parameter, name, tensors, source)
 
 
 def read_into(target: Tensor, name: str, tensors: TensorReader, source: str) -> None:
-    """Fill a tensor, or this process's part of it; of our own checkpoints no more than that is read."""
+    """Fill a tensor, or this rank's shard of it. From our own checkpoints, only that part is read."""
     if isinstance(tensors, CheckpointTensors):
         _check_shape(target, tensors.entries[name].shape, name, source)
         with torch.no_grad():
@@ -72,7 +71,7 @@ def read_into(target: Tensor, name: str, tensors: TensorReader, source: str) -> 
 
 @dataclass(frozen=True)
 class Repadded:
-    """Weights of a model with the same vocabulary but other padding: rows that nothing reads are cut, or zero."""
+    """Weights of a model whose vocabulary has other padding: unused rows are cut, or added as zeros."""
 
     tensors: TensorReader
     vocab: int
@@ -88,4 +87,4 @@ class Repadded:
 
 def _check_shape(target: Tensor, shape: tuple[int, ...], name: str, source: str) -> None:
     if tuple(shape) != target.shape:
-        raise CheckpointError(f"{source}: {name} is {list(shape)}, this model has {list(target.shape)}: another shape")
+        raise CheckpointError(f"{source}: {name} has shape {list(shape)}, and in this model {list(target.shape)}")

@@ -1,6 +1,4 @@
-"""Where checkpoints lie: found, checked and copied alike by URL or path. Without torch, whose import takes longer than
-all of that.
-"""
+"""Finds, checks and copies checkpoints by path or URL. Without torch, whose import takes longer than all of that."""
 
 import os
 import re
@@ -17,18 +15,18 @@ from ingot.storage.object_store import Again, NotThere, Remote
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """Where a checkpoint lies."""
+    """A checkpoint in a folder or at a URL."""
 
     remote: Remote
     prefix: str
-    """Of its files' names: `checkpoints/STEP/`, or nothing where the path is the checkpoint's own."""
+    """`checkpoints/STEP/`, or empty if `remote` is the checkpoint itself."""
 
     def __str__(self) -> str:
         return f"{self.remote.url}/{self.prefix}".rstrip("/")
 
     @property
     def step(self) -> int:
-        """As its folder's name has it."""
+        """According to the folder's name."""
         return int(self.prefix.split("/")[1])
 
     def manifest(self) -> Manifest:
@@ -47,7 +45,7 @@ class CheckpointLocation:
             self.fetch(name, expected, Path(os.devnull))
 
     def fetch(self, name: str, expected: File, target: Path) -> None:
-        """Copy a file here, checked on the way."""
+        """Copy a file to this machine and check it."""
 
         def attempt() -> None:
             with target.open("wb") as file:
@@ -72,7 +70,7 @@ class CheckpointLocation:
             if size > expected.bytes:
                 break
         if size < expected.bytes and self.remote.folder is None and size != self.remote.size(self.prefix + name):
-            raise Again(f"{name} broke off after {size} bytes")
+            raise Again(f"{name} ended early, after {size} bytes")
         if size != expected.bytes:
             raise CheckpointError(f"{self}/{name} is truncated or changed: the manifest says {expected.bytes} bytes")
         if digest.hexdigest() != expected.xxh3:
@@ -80,19 +78,19 @@ class CheckpointLocation:
 
 
 def find_checkpoints(where: str | Remote) -> list[CheckpointLocation]:
-    """The checkpoints of a run, oldest first, or the one that a path or URL is itself."""
+    """The checkpoints of a run, oldest first; or the path or URL itself, if it is a checkpoint."""
     remote = Remote(where) if isinstance(where, str) else where
     if remote.size(MANIFEST) is not None:
         return [CheckpointLocation(remote, "")]
-    return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is not None]
+    return [location for location in _numbered(remote) if remote.size(location.prefix + MANIFEST) is not None]
 
 
-def incomplete_places(where: str) -> list[CheckpointLocation]:
-    """The numbered folders of a run that have no manifest: it was deleted, or an upload has not finished."""
+def find_incomplete(where: str) -> list[CheckpointLocation]:
+    """Numbered folders of a run without a manifest: it was deleted, or an upload is unfinished."""
     remote = Remote(where)
     if remote.size(MANIFEST) is not None:
         return []
-    return [place for place in _numbered(remote) if remote.size(place.prefix + MANIFEST) is None]
+    return [location for location in _numbered(remote) if remote.size(location.prefix + MANIFEST) is None]
 
 
 def _numbered(remote: Remote) -> list[CheckpointLocation]:

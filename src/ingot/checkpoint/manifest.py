@@ -1,9 +1,9 @@
-"""A checkpoint is a folder of safetensors files and a `manifest.json` that names each with its size and hash, and says
-where in them every tensor is.
+"""A checkpoint is a folder of safetensors files and a `manifest.json`, which records the size and hash of each file and
+where every tensor is.
 
 The manifest is written last and the folder renamed into place after it, so a checkpoint exists whole or not at all.
-Nothing here is pickled: loading a checkpoint runs no code of whoever wrote it, and what a manifest may claim is checked
-by type and bounds before anything is made of it.
+Nothing here is pickled: loading a checkpoint never runs code from it, and every value of a manifest is checked for type
+and bounds before it is used.
 """
 
 import json
@@ -24,12 +24,12 @@ FORMAT = "ingot-checkpoint"
 VERSION = 2
 CHECKPOINTS = "checkpoints"  # in a run folder, with a folder for each step
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 26  # a thousand ranks and as many tensors take half of it
+MAX_MANIFEST_BYTES = 1 << 26  # 1,000 ranks with 1,000 tensors need half of it
 MODEL, OPTIMIZER = "model", "optimizer"  # the two kinds of files; the second holds what only training needs
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 Chunk = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Part of a tensor: the number of the file that holds it, where it begins in the whole tensor, its shape."""
+"""Part of a tensor: number of the file that holds it, offsets in the whole tensor, shape."""
 
 
 class File(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: dict[str, dict[str, Entry]]  # by kind of file and name
     state: dict[str, Any]
     """Everything that is not a tensor: config, progress, position in metrics.jsonl."""
-    folder: Path = Path()  # where it lies; not written down
+    folder: Path = Path()  # where it was read; not stored
 
     @property
     def bytes(self) -> int:
@@ -100,7 +100,7 @@ def write_manifest(manifest: Manifest) -> None:
 
 
 def too_large(size: int) -> CheckpointError:
-    """A manifest that `read_manifest` would refuse must not be written: the checkpoint could never be loaded."""
+    """The error for a manifest that `read_manifest` would refuse: the checkpoint could never be loaded."""
     return CheckpointError(
         f"a checkpoint's manifest would be {size >> 20} MiB, and only {MAX_MANIFEST_BYTES >> 20} MiB can be read, "
         "since it lists the part of every tensor that each process holds; set state_dict_type=full, or let fewer "
@@ -109,7 +109,7 @@ def too_large(size: int) -> CheckpointError:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest; the files that it names are checked by `verify`."""
+    """Read and check a manifest. `verify` checks the files that it names."""
     path = folder / MANIFEST
     try:
         check_regular(path)
@@ -122,20 +122,20 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
-    """A manifest from its text, which may be anybody's."""
+    """Parse a manifest from an untrusted source."""
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{where} is damaged: no manifest is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
     try:
         heading = msgspec.json.decode(text, type=_Heading)
     except msgspec.ValidationError:
-        raise CheckpointError(f"{where} is not a manifest of an ingot checkpoint") from None
+        raise CheckpointError(f"{where} is not the manifest of an ingot checkpoint") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged and cannot be read: {error}") from None
     if heading.format != FORMAT:
-        raise CheckpointError(f"{where} is not a manifest of an ingot checkpoint")
+        raise CheckpointError(f"{where} is not the manifest of an ingot checkpoint")
     if (version := heading.version) != VERSION:
-        says = f"{where} has format version {version}, and this ingot reads version {VERSION}"
-        raise CheckpointError(f"{says}; install {'a newer' if version > VERSION else 'an older'} one")
+        found = f"{where} has format version {version}, and this ingot reads version {VERSION}"
+        raise CheckpointError(f"{found}; install {'a newer' if version > VERSION else 'an older'} one")
     try:
         manifest = msgspec.structs.replace(msgspec.json.decode(text, type=Manifest), folder=folder)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -155,7 +155,7 @@ def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
 
 
 def _problem(manifest: Manifest, section: str, entry: Entry) -> str | None:
-    """What is impossible about a tensor."""
+    """What is impossible about a tensor, if anything."""
     if entry.dtype not in ITEM_BYTES:
         return f"has an unknown type {entry.dtype!r}"
     volume = 0
@@ -165,7 +165,7 @@ def _problem(manifest: Manifest, section: str, entry: Entry) -> str | None:
         if not len(offsets) == len(sizes) == len(entry.shape):
             return "has a chunk of another number of dimensions"
         if any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
-            return f"of shape {list(entry.shape)} has a chunk outside of it"
+            return f"of shape {list(entry.shape)} has a chunk outside it"
         volume += math.prod(sizes)
     if volume != math.prod(entry.shape):
         return "is not covered by its chunks"
@@ -194,7 +194,7 @@ def verify_file(path: Path, expected: File) -> None:
 
 
 def check_regular(path: Path) -> int:
-    """The size of a file that is one: no link out of the folder, no pipe that never ends."""
+    """The size of a regular file. Links out of the folder and pipes that never end are refused."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file; a checkpoint holds no links")
@@ -208,7 +208,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def incomplete_steps(folder: Path) -> list[int]:
     """Steps whose folder has no manifest. A save renames its folder into place only after writing one, so the manifest
-    was deleted, or a copy into this folder was cut off."""
+    was deleted, or a copy into this folder is unfinished."""
     return [step for step in _numbered(folder) if not (folder / str(step) / MANIFEST).exists()]
 
 
@@ -219,7 +219,7 @@ def _numbered(folder: Path) -> list[int]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: first the name, in one step, then the files."""
+    """Delete a checkpoint: first its name, atomically, then the files."""
     doomed = folder.with_name(f".remove-{folder.name}-{os.getpid()}")
     os.replace(folder, doomed)
     shutil.rmtree(doomed)

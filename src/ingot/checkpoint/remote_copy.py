@@ -1,5 +1,5 @@
-"""Checkpoints in an object store or in a folder, fetched and uploaded alike, by all processes together. The manifest
-goes up last and is read first, as on a disk.
+"""Checkpoints at a URL, fetched and uploaded by all ranks together. As on a disk, the manifest is written last and read
+first.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.location import CheckpointLocation, find_checkpoints
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
@@ -23,28 +22,30 @@ from ingot.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ingot.checkpoint.store import DRAFT, put_in_place, share_of
+from ingot.checkpoint.store import DRAFT, own_files, put_in_place
 from ingot.errors import CheckpointError, DataError, DiskError, disk_error
-from ingot.parallel.rendezvous import World
+from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.storage.object_store import Remote
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
-"""What goes along with a checkpoint, so that a run can go on elsewhere."""
+"""Copied along with a checkpoint, so that the run can continue on another machine."""
 
 
-def newest_good(run: Path, ranks: Coordinator, remote: Remote | None = None) -> tuple[Manifest | None, list[str]]:
-    """The newest checkpoint of a run whose files are all intact, and what was wrong with newer ones.
+def newest_good(run: Path, coordinator: Coordinator, remote: Remote | None = None) -> tuple[Manifest | None, list[str]]:
+    """The newest intact checkpoint of a run, and what is wrong with newer ones.
 
-    The processes check some files each and come to one verdict. One that only `remote` has is fetched. None if there
-    is no checkpoint yet; an error if there are some and all are damaged.
+    Each rank checks some of the files, and all return the same. A checkpoint that only `remote` has is fetched. None if
+    there is no checkpoint yet; an error if there are some and all are damaged.
     """
     problems: list[str] = []
-    for step, here in json.loads(ranks.ask("-", lambda said: json.dumps(_candidates(run, remote)))):
+    candidates = coordinator.gather_and_decide("", lambda texts: [json.dumps(_candidates(run, remote))] * len(texts))
+    for step, here in json.loads(candidates):
         try:
             if here:
-                return _check(run / CHECKPOINTS / str(step), ranks), problems
+                return _check(run / CHECKPOINTS / str(step), coordinator), problems
             assert remote is not None
-            return fetch_into_run(CheckpointLocation(remote, f"{CHECKPOINTS}/{step}/"), run, ranks), problems
+            location = CheckpointLocation(remote, f"{CHECKPOINTS}/{step}/")
+            return fetch_into_run(location, run, coordinator), problems
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -56,55 +57,57 @@ def newest_good(run: Path, ranks: Coordinator, remote: Remote | None = None) -> 
 
 
 def _candidates(run: Path, remote: Remote | None) -> list[tuple[int, bool]]:
-    """Steps and whether they are here, the best first. A store that does not answer is no store without checkpoints."""
+    """Steps, and whether they are local, best first. An unreachable store is an error, not an empty one."""
     steps = [(step, True) for step in [*steps_in(run / CHECKPOINTS), *incomplete_steps(run / CHECKPOINTS)]]
     try:
-        steps += [(place.step, False) for place in find_checkpoints(remote)] if remote is not None else []
+        steps += [(found.step, False) for found in find_checkpoints(remote)] if remote is not None else []
     except DataError as error:
         raise DiskError(f"the checkpoints cannot be listed: {error}") from None
     return sorted(steps, reverse=True)
 
 
-def _check(folder: Path, ranks: Coordinator) -> Manifest:
-    def own_share() -> Manifest:
+def _check(folder: Path, coordinator: Coordinator) -> Manifest:
+    def check_own_files() -> Manifest:
         manifest = read_manifest(folder)
-        verify(manifest, share_of(manifest, ranks))
+        verify(manifest, own_files(manifest, coordinator))
         return manifest
 
-    return ranks.agree(own_share)
+    return coordinator.run_on_all_ranks(check_own_files)
 
 
-def fetch(place: CheckpointLocation, folder: Path, ranks: Coordinator, sections: list[str] | None = None) -> Manifest:
-    """Copy a checkpoint, or some kinds of its files, into a folder, each process its share."""
+def fetch(
+    location: CheckpointLocation, folder: Path, coordinator: Coordinator, sections: list[str] | None = None
+) -> Manifest:
+    """Copy a checkpoint, or some kinds of its files, into a folder; each rank copies some files."""
 
-    def own_share() -> Manifest:
-        manifest = replace(place.manifest(), folder=folder)
-        for name in share_of(manifest, ranks, sections):
-            place.fetch(name, manifest.files[name], folder / name)
+    def fetch_own_files() -> Manifest:
+        manifest = replace(location.manifest(), folder=folder)
+        for name in own_files(manifest, coordinator, sections):
+            location.fetch(name, manifest.files[name], folder / name)
         return manifest
 
-    return ranks.agree(own_share)
+    return coordinator.run_on_all_ranks(fetch_own_files)
 
 
-def fetch_into_run(place: CheckpointLocation, run: Path, ranks: Coordinator) -> Manifest:
-    """Make a checkpoint from elsewhere one of a run's own."""
+def fetch_into_run(location: CheckpointLocation, run: Path, coordinator: Coordinator) -> Manifest:
+    """Fetch a checkpoint and make it one of the run's own."""
     draft = run / CHECKPOINTS / f"{DRAFT}fetch"
-    manifest = fetch(place, draft, ranks)
+    manifest = fetch(location, draft, coordinator)
 
     def commit() -> None:
         try:
-            if ranks.first:
+            if coordinator.is_first:
                 write_manifest(manifest)
                 put_in_place(draft, manifest.step)
         except OSError as error:
             raise disk_error("write", draft, error) from None
 
-    ranks.agree(commit)
+    coordinator.run_on_all_ranks(commit)
     return replace(manifest, folder=run / CHECKPOINTS / str(manifest.step))
 
 
 def upload(manifest: Manifest, remote: Remote, names: list[str]) -> None:
-    """Copy some files of a checkpoint that lies in a folder here; `MANIFEST` among them makes it one there."""
+    """Copy files of a local checkpoint to a URL. The copy of `MANIFEST` makes it a checkpoint there."""
     prefix = f"{CHECKPOINTS}/{manifest.step}/"
     for name in names:
         if remote.size(prefix + name) is not None and name == MANIFEST:
@@ -112,20 +115,20 @@ def upload(manifest: Manifest, remote: Remote, names: list[str]) -> None:
         remote.put(prefix + name, manifest.folder / name)
 
 
-def copy_checkpoint(place: CheckpointLocation, to: str) -> CheckpointLocation:
-    """Copy a checkpoint to another run folder or URL, verified before its manifest makes it one there."""
+def copy_checkpoint(location: CheckpointLocation, to: str) -> CheckpointLocation:
+    """Copy a checkpoint to another run folder or URL: verified first, manifest last."""
     target = Remote(to)
     with ExitStack() as stack:
-        if place.remote.folder is not None:
-            manifest = place.manifest()
+        if location.remote.folder is not None:
+            manifest = location.manifest()
             verify(manifest)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ingot-copy-"))
-            manifest = fetch(place, Path(folder), Coordinator())
+            manifest = fetch(location, Path(folder), LocalCoordinator())
             write_manifest(manifest)
         try:
-            if place.prefix and place.remote.folder is not None:
-                _put_run_files(place.remote.folder, target)
+            if location.prefix and location.remote.folder is not None:
+                _put_run_files(location.remote.folder, target)
             upload(manifest, target, [*manifest.files, MANIFEST])
         except OSError as error:
             raise disk_error("write", to, error) from None
@@ -139,18 +142,21 @@ def _put_run_files(run: Path, remote: Remote) -> None:
 
 
 class Uploader:
-    """Copies of a run's checkpoints at a URL, made behind the loop and behind the next local save, one at a time."""
+    """Copies a run's checkpoints to a URL in the background, one at a time; local saves continue meanwhile.
 
-    def __init__(self, url: str, run: Path, world: World | None, retain: Callable[[list[int]], list[int]]):
-        self.remote, self.run, self.retain = Remote(url), run, retain
-        self.ranks = Coordinator(world, "upload")
+    `outdated` receives the steps of the checkpoints at the URL and returns those to delete.
+    """
+
+    def __init__(self, url: str, run: Path, coordinator: Coordinator, outdated: Callable[[list[int]], list[int]]):
+        self.remote, self.run, self._outdated = Remote(url), run, outdated
+        self._coordinator = coordinator.for_topic("upload")
         self.news: list[tuple[str, bool]] = []
         self.problem: str | None = None
-        self.step: int | None = None  # of the checkpoint that is on its way
+        self.step: int | None = None  # of the checkpoint that is being uploaded
         self._thread: threading.Thread | None = None
 
     def start(self, folder: Path) -> None:
-        """Begin to upload a checkpoint, which must not be removed before that is done; all processes must call this."""
+        """Start to upload a checkpoint, which must not be deleted meanwhile. All ranks must call this."""
         self.wait()
         self.step = int(folder.name)
         self._thread = threading.Thread(target=self._run, args=(folder,), name="upload", daemon=True)
@@ -162,12 +168,12 @@ class Uploader:
 
     def _run(self, folder: Path) -> None:
         try:
-            self.ranks.agree(lambda: self._own_share(folder))
-            self.ranks.agree(lambda: self._commit(folder))
+            self._coordinator.run_on_all_ranks(lambda: self._upload_own_files(folder))
+            self._coordinator.run_on_all_ranks(lambda: self._commit(folder))
             self.problem = None
         except CheckpointError as error:
             self.problem = str(error)
-        except Exception as error:  # nothing that happens here may end the run
+        except Exception as error:  # a failed upload must not end the run
             self.problem = f"{type(error).__name__}: {error}"
         self.step = None
         if self.problem:
@@ -175,20 +181,20 @@ class Uploader:
         else:
             self.news.append((f"uploaded {self.remote.url}/{CHECKPOINTS}/{folder.name}", False))
 
-    def _own_share(self, folder: Path) -> None:
+    def _upload_own_files(self, folder: Path) -> None:
         manifest = read_manifest(folder)
-        upload(manifest, self.remote, share_of(manifest, self.ranks))
+        upload(manifest, self.remote, own_files(manifest, self._coordinator))
 
     def _commit(self, folder: Path) -> None:
-        if not self.ranks.first:
+        if not self._coordinator.is_first:
             return
         _put_run_files(self.run, self.remote)
         upload(read_manifest(folder), self.remote, [MANIFEST])
-        self.remove(self.retain([place.step for place in find_checkpoints(self.remote)]))
+        self.remove(self._outdated([found.step for found in find_checkpoints(self.remote)]))
 
     def remove(self, steps: list[int]) -> None:
         for step in steps:
             folder = f"{CHECKPOINTS}/{step}"
-            self.remote.delete([f"{folder}/{MANIFEST}"])  # first, so that it is no checkpoint any more
+            self.remote.delete([f"{folder}/{MANIFEST}"])  # first: without it, it is not a checkpoint
             if names := self.remote.names(folder):
                 self.remote.delete([f"{folder}/{name}" for name in names])

@@ -1,7 +1,7 @@
-"""Which process writes what: each what it holds, and of what several hold alike the one with the least to write.
+"""Which rank writes what: each rank what it holds; of what several hold, the one with the least to write so far.
 
-A plan depends on the layout alone, so it is made once, not at every save. The processes talk about it in JSON, not in
-pickles as torch's own planner would have it, whose import takes half a second besides.
+A plan depends on the layout alone, so it is made once, not at every save. Ranks exchange JSON, where torch's planner
+would exchange pickles.
 """
 
 import json
@@ -11,59 +11,68 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import ITEM_BYTES, Entry
 from ingot.checkpoint.safetensors_file import DTYPE_NAMES
-from ingot.parallel.dtensor import is_spread, local, local_offsets
+from ingot.parallel.coordinator import Coordinator
+from ingot.parallel.dtensor import is_sharded, local, local_offsets
 
 Tensors = dict[str, dict[str, Tensor]]  # by kind of file and name
-Piece = tuple[str, str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""What a process holds of a tensor: kind of file, name, type, the whole's shape, where in it this begins, its shape."""
+
+
+class TensorSlice(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a tensor that a rank holds."""
+
+    section: str
+    name: str
+    dtype: str
+    full_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What this process writes, and, on the first, where everything is."""
+    """What this rank writes and, on rank 0, where everything is."""
 
     own: list[tuple[str, str]]
-    """Kind of file and name of the tensors of which this process writes its chunk."""
+    """Kind of file and name of the tensors of which this rank writes its slice."""
     parts: int
     entries: dict[str, dict[str, Entry]]
 
 
-def plan_save(tensors: Tensors, ranks: Coordinator, full: bool) -> SavePlan:
-    """Divide a state among the processes; with `full`, the first has it whole and writes it all."""
-    if full:
-        ranks = Coordinator()
-    pieces: list[Piece] = []
+def plan_save(tensors: Tensors, coordinator: Coordinator) -> SavePlan:
+    """Divide a state among the ranks."""
+    slices: list[TensorSlice] = []
     for section, content in tensors.items():
         for name, tensor in content.items():
             part = local(tensor)
-            if part.numel() or not is_spread(tensor):
-                place = (tuple(tensor.shape), tuple(local_offsets(tensor)), tuple(part.shape))
-                pieces.append((section, name, DTYPE_NAMES[tensor.dtype], *place))
+            if part.numel() or not is_sharded(tensor):
+                where = tuple(tensor.shape), tuple(local_offsets(tensor)), tuple(part.shape)
+                slices.append(TensorSlice(section, name, DTYPE_NAMES[tensor.dtype], *where))
     entries: dict[str, dict[str, Entry]] = {section: {} for section in tensors}
 
-    def decide(said: list[str]) -> list[str]:
-        return _assign([msgspec.json.decode(text, type=list[Piece]) for text in said], entries)
+    def decide(texts: list[str]) -> list[str]:
+        return _assign([msgspec.json.decode(text, type=list[TensorSlice]) for text in texts], entries)
 
-    answer = ranks.ask(msgspec.json.encode(pieces).decode(), decide)
-    return SavePlan(msgspec.json.decode(answer, type=list[tuple[str, str]]), ranks.count, entries)
+    answer = coordinator.gather_and_decide(msgspec.json.encode(slices).decode(), decide)
+    return SavePlan(msgspec.json.decode(answer, type=list[tuple[str, str]]), coordinator.world_size, entries)
 
 
-def _assign(found: list[list[Piece]], entries: dict[str, dict[str, Entry]]) -> list[str]:
-    """What each process shall write of what each has; fills `entries` with where everything will be."""
-    holders: dict[Piece, list[int]] = {}
-    for rank, pieces in enumerate(found):
-        for piece in pieces:
-            holders.setdefault(piece, []).append(rank)
-    load, writers = [0] * len(found), {}
-    for piece, ranks in holders.items():
-        writers[piece] = min(ranks, key=load.__getitem__)
-        load[writers[piece]] += ITEM_BYTES[piece[2]] * math.prod(piece[3])
-    for rank, pieces in enumerate(found):
-        pieces[:] = [piece for piece in pieces if writers[piece] == rank]
-        for section, name, dtype, shape, offsets, sizes in pieces:
-            entry = entries.setdefault(section, {}).setdefault(name, Entry(dtype, shape, []))
-            entry.chunks.append((rank, offsets, sizes))
-    return [json.dumps([piece[:2] for piece in pieces]) for pieces in found]
+def _assign(held: list[list[TensorSlice]], entries: dict[str, dict[str, Entry]]) -> list[str]:
+    """What each rank writes, given what each holds. Fills `entries` with where everything will be."""
+    holders: dict[TensorSlice, list[int]] = {}
+    for rank, slices in enumerate(held):
+        for part in slices:
+            holders.setdefault(part, []).append(rank)
+    load, own = [0] * len(held), [list[tuple[str, str]]() for _ in held]
+    for part, ranks in holders.items():
+        writer = min(ranks, key=load.__getitem__)
+        load[writer] += part.bytes
+        own[writer].append((part.section, part.name))
+        entry = entries.setdefault(part.section, {}).setdefault(part.name, Entry(part.dtype, part.full_shape, []))
+        entry.chunks.append((writer, part.offsets, part.shape))
+    return [json.dumps(names) for names in own]

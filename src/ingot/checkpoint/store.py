@@ -1,4 +1,4 @@
-"""The checkpoints of a run: finding them, reading tensors out of them, keeping some."""
+"""The checkpoints of a run: find them, read tensors from them, delete old ones."""
 
 import os
 import shutil
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -30,18 +29,19 @@ from ingot.checkpoint.manifest import (
 from ingot.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_shard
 from ingot.checkpoint.save_plan import Tensors, plan_save
 from ingot.errors import CheckpointError
+from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.storage.atomic import sync
 
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
-RNG = "rng"  # names of the generators' states begin with it and the number of their process
+OLD_RNG = "rng/"  # entries that v0.1 wrote with the optimizer's state: generator states, not needed any more
 
 
 def save_checkpoint(
     run: Path, step: int, tensors: Tensors, state: dict[str, Any], get: Callable[[str, str], Tensor] | None = None
 ) -> Path:
-    """Write `checkpoints/STEP` under a run folder, at once and from this process alone; `tensors` are whole, and where
-    `get` is given only described: it gives their values, by kind of file and name.
+    """Write `checkpoints/STEP` under a run folder, synchronously and from this process alone.
 
+    `tensors` are whole; with `get` they only describe type and shape, and `get(kind of file, name)` returns the values.
     A failure (a full disk) leaves nothing behind and raises OSError.
     """
     draft = run / CHECKPOINTS / f"{DRAFT}{step}-{os.getpid()}"
@@ -51,7 +51,7 @@ def save_checkpoint(
         for section, content in tensors.items():
             name = file_name(section, 0, 1)
             files[name] = write_shard(draft / name, content, partial(get, section) if get is not None else None)
-        plan = plan_save(tensors, Coordinator(), full=True)
+        plan = plan_save(tensors, LocalCoordinator())
         write_manifest(Manifest(step, 1, files, plan.entries, state, draft))
         return put_in_place(draft, step)
     except BaseException:
@@ -60,7 +60,7 @@ def save_checkpoint(
 
 
 def put_in_place(draft: Path, step: int) -> Path:
-    """Give a complete draft its name. One of that step that was there before goes only when this one is there."""
+    """Give a complete draft its name. An older checkpoint of that step is deleted once the new one is in place."""
     target = draft.with_name(str(step))
     old = draft.with_name(f"{OLD}{step}")
     if target.exists():
@@ -73,7 +73,7 @@ def put_in_place(draft: Path, step: int) -> Path:
 
 
 def clear_drafts(run: Path) -> None:
-    """Remove what a killed save or removal left behind."""
+    """Remove what was left behind by a save or removal that was killed."""
     for leftover in (run / CHECKPOINTS).glob(".*-*"):
         replaced = leftover.with_name(leftover.name.removeprefix(OLD))
         if leftover.name.startswith(OLD) and not replaced.exists():  # killed between the two renames of a save
@@ -83,19 +83,24 @@ def clear_drafts(run: Path) -> None:
 
 
 def to_remove(steps: list[int], keep: int, every: int) -> list[int]:
-    """Of the steps of some checkpoints, those that go: all but the newest `keep` (-1 for all) and every so many."""
+    """Which checkpoints to delete: all but the newest `keep` (-1 keeps all) and those at multiples of `every`."""
     older = sorted(steps)[: -max(keep, 1)] if keep >= 0 else []
     return [step for step in older if not (every and step % every == 0)]
 
 
-def share_of(manifest: Manifest, ranks: Coordinator, sections: list[str] | None = None) -> list[str]:
-    """The files that this process shall check, fetch or upload; where it has saved some itself, those."""
+def own_files(manifest: Manifest, coordinator: Coordinator, sections: list[str] | None = None) -> list[str]:
+    """The files that this rank checks, fetches or uploads: with as many ranks as saved it, those that it wrote."""
     kinds = [manifest.section_files(section) for section in sections or manifest.tensors]
-    return [name for files in kinds for number, name in enumerate(files) if number % ranks.count == ranks.rank]
+    return [
+        name
+        for files in kinds
+        for number, name in enumerate(files)
+        if number % coordinator.world_size == coordinator.rank
+    ]
 
 
 def find_checkpoint(path: Path) -> Manifest:
-    """The checkpoint that a path means: itself, or the newest of a run folder. Its weights are verified."""
+    """The checkpoint at a path: the path itself, or the newest one of a run folder. Its weights are verified."""
     if (path / MANIFEST).is_file():
         manifest = read_manifest(path)
     elif steps := steps_in(path / CHECKPOINTS):
@@ -113,7 +118,7 @@ def find_checkpoint(path: Path) -> Manifest:
 
 
 def consolidate(manifest: Manifest, out: Path, sections: list[str]) -> Path:
-    """Write a checkpoint anew, one file of each kind, whatever the number of processes that it was saved by."""
+    """Rewrite a checkpoint with one file of each kind, however many ranks saved it."""
     stored = {section: CheckpointTensors(manifest, section) for section in sections}
     described = {
         section: {n: torch.empty(e.shape, dtype=DTYPES[e.dtype], device="meta") for n, e in tensors.entries.items()}
@@ -123,12 +128,12 @@ def consolidate(manifest: Manifest, out: Path, sections: list[str]) -> Path:
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint, or any part of them, however they were cut when they were saved."""
+    """The tensors of a checkpoint, whole or in part, however they were sharded when they were saved."""
 
     def __init__(self, manifest: Manifest, section: str = MODEL):
         self.manifest, self.section = manifest, section
         self.entries: dict[str, Entry] = manifest.tensors.get(section, {})
-        self._shards: dict[str, SafetensorsFile] = {}
+        self._files: dict[str, SafetensorsFile] = {}
 
     def names(self) -> list[str]:
         return list(self.entries)
@@ -150,25 +155,11 @@ class CheckpointTensors:
                 low, high = max(begin, offset), min(begin + size, offset + length)
                 there.append(slice(low - offset, high - offset))
                 here.append(slice(low - begin, high - begin))
-            if all(place.start < place.stop for place in here):
+            if all(part.start < part.stop for part in here):
                 target[tuple(here)].copy_(self._chunk(name, chunk)[tuple(there)])
 
     def _chunk(self, name: str, chunk: Chunk) -> Tensor:
         file = file_name(self.section, chunk[0], self.manifest.parts)
-        if file not in self._shards:
-            self._shards[file] = SafetensorsFile(self.manifest.folder / file)
-        return self._shards[file].get(name, self.entries[name].dtype, chunk[2])
-
-
-def rng_tensors() -> dict[str, Tensor]:
-    """The state of torch's generators (dropout draws from them)."""
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_rng(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        if file not in self._files:
+            self._files[file] = SafetensorsFile(self.manifest.folder / file)
+        return self._files[file].get(name, self.entries[name].dtype, chunk[2])

@@ -1,4 +1,4 @@
-"""`ingot checkpoint`: what a run has saved, wherever it lies."""
+"""`ingot checkpoint`: what a run has saved, locally or at a URL."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,25 +7,24 @@ import typer
 
 if TYPE_CHECKING:
     from ingot.checkpoint.location import CheckpointLocation
-    from ingot.checkpoint.manifest import Manifest
 
 checkpoint_app = typer.Typer(help="List, verify, show, size, copy and consolidate checkpoints.", no_args_is_help=True)
 Where = Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="Run folder, checkpoint, or the URL of either.")]
-Step = Annotated[int | None, typer.Option(help="One of several. Default: the newest.")]
+Step = Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.")]
 
 
 @checkpoint_app.command("list")
 def show_list(where: Where) -> None:
-    """All checkpoints of a run.
+    """List all checkpoints of a run.
 
     Example: ingot checkpoint list runs/first
     """
     rows = []
-    for place in _places(where):
-        manifest = place.manifest()
+    for location in _locations(where):
+        manifest = location.manifest()
         held = "weights and training state" if manifest.has_training_state else "weights"
         progress, files = manifest.state.get("progress", {}), f"{len(manifest.files)}"
-        rows.append([str(manifest.step), _tokens(progress), _size(manifest.bytes), files, held, str(place)])
+        rows.append([str(manifest.step), _tokens(progress), _size(manifest.bytes), files, held, str(location)])
     _print(["step", "tokens", "size", "files", "holds", "where"], rows)
 
 
@@ -36,22 +35,22 @@ def verify(where: Where) -> None:
 
     Example: ingot checkpoint verify s3://bucket/run
     """
-    from ingot.checkpoint.location import incomplete_places
+    from ingot.checkpoint.location import find_incomplete
     from ingot.errors import CheckpointError
 
-    places, problems = _places(where), []
-    for place in incomplete_places(where):
-        problems.append(f"{place} is incomplete: it has no manifest.json")
-        print(f"{place}: INCOMPLETE: it has no manifest.json, which was deleted or not yet uploaded")
-    for place in places:
+    locations, problems = _locations(where), []
+    for location in find_incomplete(where):
+        problems.append(f"{location} is incomplete: it has no manifest.json")
+        print(f"{location}: INCOMPLETE: it has no manifest.json, which was deleted or not yet uploaded")
+    for location in locations:
         try:
-            manifest = place.manifest()
+            manifest = location.manifest()
             for name, file in manifest.files.items():
-                place.check(name, file)
-            print(f"{place}: {len(manifest.files)} files, {_size(manifest.bytes)}, all intact")
+                location.check(name, file)
+            print(f"{location}: {len(manifest.files)} files, {_size(manifest.bytes)}, all intact")
         except CheckpointError as error:
             problems.append(str(error))
-            print(f"{place}: DAMAGED: {error}")
+            print(f"{location}: DAMAGED: {error}")
     if problems:
         raise CheckpointError(f"{len(problems)} damaged or incomplete: {problems[0]}")
 
@@ -60,46 +59,48 @@ def verify(where: Where) -> None:
 def show(
     where: Where,
     step: Step = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor, with type, shape and parts.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor with type, shape and parts.")] = False,
 ) -> None:
-    """What is in a checkpoint.
+    """Show what is in a checkpoint.
 
     Example: ingot checkpoint show runs/first --step 1000 --tensors
     """
+    import math
+
     from ingot.checkpoint.manifest import ITEM_BYTES
 
-    place = _pick(where, step)
-    manifest = place.manifest()
+    location = _pick(where, step)
+    manifest = location.manifest()
     config, state = manifest.state.get("config", {}), manifest.state
     model = config.get("model", {})
+    parameters = sum(math.prod(entry.shape) for entry in manifest.tensors.get("model", {}).values())
     facts = {
-        "where": place,
+        "where": location,
         "step": manifest.step,
         "tokens": _tokens(state.get("progress", {})),
         "size": f"{_size(manifest.bytes)} in {len(manifest.files)} files, written by {manifest.parts} processes",
         "run": config.get("name", "?"),
-        "model": f"{model.get('family', '?')}, {_volume(manifest):,} parameters",
+        "model": f"{model.get('family', '?')}, {parameters:,} parameters",
         "optimizer": config.get("optimizer", {}).get("name", "?") if manifest.has_training_state else "not saved",
         "versions": ", ".join(f"{name} {version}" for name, version in state.get("versions", {}).items()),
     }
     for name, value in facts.items():
         print(f"{name:<10} {value}")
     _print(["file", "size", "xxh3"], [[n, _size(f.bytes), f.xxh3] for n, f in manifest.files.items()])
-    rows: list[list[str]] = []
-    for section, entries in manifest.tensors.items():
-        for name, entry in entries.items():
-            count = 1
-            for length in entry.shape:
-                count *= length
-            size = _size(count * ITEM_BYTES[entry.dtype])
-            rows.append([section, name, entry.dtype, "x".join(map(str, entry.shape)), size, str(len(entry.chunks))])
     if tensors:
+        rows = [
+            [section, name, entry.dtype, "x".join(map(str, entry.shape)),
+             _size(math.prod(entry.shape) * ITEM_BYTES[entry.dtype]), str(len(entry.chunks))]
+            for section, entries in manifest.tensors.items() for name, entry in entries.items()
+        ]  # fmt: skip
         _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)
 
 
 @checkpoint_app.command("size")
-def size(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...", help="Runs, one each.")]) -> None:
-    """How large checkpoints will be, before there are any.
+def size(
+    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...", help="Recipes or config files.")],
+) -> None:
+    """Estimate the size of checkpoints before training.
 
     Example: ingot checkpoint size mpt-30b mpt-70b
     """
@@ -122,7 +123,7 @@ def copy(
     to: Annotated[str, typer.Argument(help="Run folder or URL to copy to.")],
     step: Step = None,
 ) -> None:
-    """Copy a checkpoint, verified, with the run's config and tokenizer; its manifest comes last.
+    """Verify a checkpoint and copy it with the run's config and tokenizer.
 
     Example: ingot checkpoint copy runs/first s3://bucket/first
     """
@@ -136,9 +137,9 @@ def consolidate(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
     out: Annotated[Path, typer.Argument(help="New run folder.")],
     step: Step = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave the training state out.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip the training state.")] = False,
 ) -> None:
-    """Put a checkpoint of many processes into one file of weights and one of training state.
+    """Merge a checkpoint of many ranks into one file of weights and one of training state.
 
     Example: ingot checkpoint consolidate runs/first runs/first-whole
     """
@@ -156,34 +157,34 @@ def consolidate(
         raise disk_error("write", out, error) from None
 
 
-def _places(where: str) -> "list[CheckpointLocation]":
-    from ingot.checkpoint.location import find_checkpoints, incomplete_places
+def _locations(where: str) -> "list[CheckpointLocation]":
+    from ingot.checkpoint.location import find_checkpoints, find_incomplete
     from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
     from ingot.errors import CheckpointError
     from ingot.storage.object_store import is_url
 
     if not is_url(where) and not Path(where).exists():
         raise CheckpointError(f"no such run or checkpoint: {where}")
-    if not (places := find_checkpoints(where)):
-        if incomplete := incomplete_places(where):
+    if not (locations := find_checkpoints(where)):
+        if incomplete := find_incomplete(where):
             named = ", ".join(map(str, incomplete))
             raise CheckpointError(f"{where} holds no complete checkpoint: there is no {MANIFEST} in {named}")
         raise CheckpointError(f"{where} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/STEP/{MANIFEST}")
-    return places
+    return locations
 
 
 def _pick(where: str, step: int | None) -> "CheckpointLocation":
     from ingot.errors import CheckpointError
 
-    places = _places(where)
-    chosen = [place for place in places if step is None or (place.prefix and place.step == step)]
+    locations = _locations(where)
+    chosen = [found for found in locations if step is None or (found.prefix and found.step == step)]
     if not chosen:
-        raise CheckpointError(f"{where} has no checkpoint of step {step}; it has {', '.join(map(str, places))}")
+        raise CheckpointError(f"{where} has no checkpoint of step {step}; it has {', '.join(map(str, locations))}")
     return chosen[-1]
 
 
 def _print(columns: list[str], rows: list[list[str]]) -> None:
-    """A table on a terminal; elsewhere plain lines, one row each, however long."""
+    """Print a table: aligned on a terminal, otherwise tab-separated, one line per row."""
     import sys
 
     if not sys.stdout.isatty():
@@ -209,9 +210,3 @@ def _size(count: float) -> str:
 
 def _tokens(progress: dict[str, Any]) -> str:
     return f"{progress['time/token']:,}" if "time/token" in progress else "-"
-
-
-def _volume(manifest: "Manifest") -> int:
-    import math
-
-    return sum(math.prod(entry.shape) for entry in manifest.tensors.get("model", {}).values())

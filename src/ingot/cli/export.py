@@ -26,7 +26,7 @@ def export(
     dtype: Annotated[Dtype | None, typer.Option(help="Convert weights. Default: as stored.")] = None,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 5.0,
 ) -> None:
-    """Write a model for the rest of the world.
+    """Export a model in a format that other libraries read.
 
     Example: ingot export runs/first --to hf ./my-model
     """

@@ -11,13 +11,15 @@ def generate(
     run: Annotated[Path, typer.Argument(help="Run folder, checkpoint or Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the smallest set of this mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Repeat a sample.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 for all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the smallest set of tokens with this probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed, to reproduce a sample.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Continue a text, printed as it is generated.
+    """Continue a text, printing it as it is generated.
 
     Example: ingot generate runs/first --prompt "def main():" --temperature 0.7 --top-k 50
     """

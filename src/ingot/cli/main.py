@@ -17,7 +17,7 @@ from ingot.cli.import_ import import_
 from ingot.cli.inspect import inspect
 from ingot.cli.launch import launch_app
 from ingot.cli.options import SectionCommand
-from ingot.cli.prepare import PrepareCommand, prepare
+from ingot.cli.prepare import prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
 from ingot.cli.train import train
@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 
 
-app.command("prepare", cls=PrepareCommand)(prepare)
+app.command("prepare", cls=SectionCommand)(prepare)
 app.command("inspect", cls=SectionCommand)(inspect)
 app.command("train")(train)
 app.command("eval")(evaluate)

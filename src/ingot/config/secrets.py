@@ -1,5 +1,5 @@
-"""Keeping secrets out of what is written: configs are refused that hold one, and texts are stripped of those that the
-environment holds. Credentials come from the environment (or the cloud's own files) and stay there.
+"""Keeps secrets out of what is written: configs that contain one are refused, and the values of secret environment
+variables are removed from texts. Credentials come from the environment (or the cloud's own files) and stay there.
 """
 
 import os
@@ -14,11 +14,11 @@ IN_URL = re.compile(
     r"(?P<user>\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@)|[?&](?P<key>sig|signature|token|key|secret|x-amz-[a-z-]+)=",
     re.IGNORECASE,
 )
-SHORTEST = 6  # characters; a shorter value is a word that texts have by chance
+SHORTEST = 6  # characters; a shorter value may be an ordinary word
 
 
 def redact(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """A text without the values of the environment's secrets."""
+    """The text with each secret of the environment replaced by its variable's name."""
     for name, value in env.items():
         if len(value) >= SHORTEST and value in text and NAMES.search(name):
             text = text.replace(value, f"<{name}>")

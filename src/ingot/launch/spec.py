@@ -17,10 +17,9 @@ from ingot.config.base import Section, rule_error
 from ingot.config.load import validate
 from ingot.config.secrets import NAMES, SHORTEST
 from ingot.errors import ConfigError
+from ingot.launch.protocol import LAUNCH, SPEC
 from ingot.storage.atomic import write_whole
 
-SPEC = "spec.json"
-LAUNCH = "launch"  # the launcher's folder in a run folder
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:@=,/\[\]%-]*")
 
 

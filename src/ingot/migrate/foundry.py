@@ -1,7 +1,7 @@
 """LLM Foundry YAML: current files, older ones with `data_local` at the top, and the `mosaic_gpt` files before them.
 
 Composer's time strings, global batch and schedules are ours too, so most keys keep their names. What differs: MPT's
-nested model sections, the streaming data set's keys, and every default that its YAMLs leave unsaid.
+nested model sections, the streaming data set's keys, and the defaults that its YAMLs leave out.
 """
 
 import math
@@ -31,7 +31,7 @@ def _model(t: Translation) -> None:
     family = t.choice("model.name")
     t.put("model.family", family, "model.name")
     norm, init = "low_precision_layernorm", "kaiming_normal_"
-    said = t.get("model.low_precision_layernorm")
+    given = t.get("model.low_precision_layernorm")
     if family == "mosaic_gpt":
         # The code before v0.0.4 starts from normal(init_std) and has plain layer norms. Its files name init_std and no
         # param_init_fn; model.device became init_device before the defaults changed.
@@ -39,12 +39,12 @@ def _model(t: Translation) -> None:
         old = "model.device" in t.given or (not named and any(key in t.given for key in STDS))
         if old:
             norm, init = "layernorm", "baseline_"
-        settled = said is not None or "algorithms.low_precision_layernorm" in t.given or "model.norm_type" in t.given
+        settled = given is not None or "algorithms.low_precision_layernorm" in t.given or "model.norm_type" in t.given
         if named and not old and not settled:
             t.refuse("model.low_precision_layernorm", "is missing, and releases of mosaic_gpt differ: set it to false "
                      "for those before v0.0.4, to true for later ones")  # fmt: skip
-    if said is not None:
-        norm = "low_precision_layernorm" if said else "layernorm"
+    if given is not None:
+        norm = "low_precision_layernorm" if given else "layernorm"
     norm = t.choice("model.norm_type", norm)
     if "algorithms.low_precision_layernorm" in t.given:
         norm = "low_precision_layernorm"
@@ -55,7 +55,7 @@ def _model(t: Translation) -> None:
           "model.attn_config.alibi", "model.alibi", "model.attn_config.rope")  # fmt: skip
     width, heads = t.size("model.d_model", 2048), t.size("model.n_heads", 16)
     if t.number("model.head_dim", width / heads) * heads != width:
-        t.refuse("model.head_dim", f"MPT computes with d_model / n_heads, {width / heads:g}; leave it out")
+        t.refuse("model.head_dim", f"MPT computes with d_model / n_heads, {width / heads:g}; remove it")
     groups = t.size(KV, heads)
     if (kind := t.choice("model.attn_config.attn_type")) != "all":
         t.put("model.n_kv_heads", 1 if kind == "one" else groups, "model.attn_config.attn_type", KV)
@@ -65,22 +65,22 @@ def _model(t: Translation) -> None:
     activation = {("gelu", "mptmlp"): gelu, ("silu", "mptglu"): "swiglu"}.get((act, kind))
     t.put("model.activation", activation, *keys)
     if activation is None:
-        t.refuse(t.said(*keys), f"{kind} with {act}: possible are mptmlp with gelu and mptglu with silu")
+        t.refuse(t.first_given(*keys), f"{kind} with {act}: possible are mptmlp with gelu and mptglu with silu")
     window = "model.attn_config.sliding_window_size"
     if t.number(window, -1) != -1:  # itself apart
         t.put("model.sliding_window", t.size(window) + 1, window)
-    apart = t.said("model.attn_config.attn_uses_sequence_id", "model.attn_uses_sequence_id")
+    apart = t.first_given("model.attn_config.attn_uses_sequence_id", "model.attn_uses_sequence_id")
     if t.get(apart):
         eos = "train_loader.dataset.eos_token_id"
         t.put("model.document_mask", True, apart)
         t.put("model.eos_token_id", t.get(eos), eos)
         if t.get(eos) is None:
-            t.refuse(apart, f"documents are told apart by the token that ends them; set {eos}")
+            t.refuse(apart, f"the token that ends a document is needed to separate documents; set {eos}")
     _init(t, init)
 
 
 def _init(t: Translation, default: str) -> None:
-    key = t.said(*INITS)
+    key = t.first_given(*INITS)
     init = t.choice(key, default)
     t.put("model.init", "small" if init == "neox" else init, key)
     std = t.get(STDS[0], t.get(STDS[1], 0.02 if t.get("model.name") == "mosaic_gpt" else None))
@@ -93,7 +93,9 @@ def _init(t: Translation, default: str) -> None:
     scale = math.sqrt(2 * t.size("model.n_layers", 24))
     usual = divisor is True or (isinstance(divisor, int | float) and math.isclose(divisor, scale))
     if not usual and (divisor is not False or init == "neox"):
-        t.refuse(t.said(*divs), f"must be true: residual projections start smaller by sqrt(2 n_layers), {scale:g}")
+        t.refuse(
+            t.first_given(*divs), f"must be true: residual projections start smaller by sqrt(2 n_layers), {scale:g}"
+        )
     t.put("model.residual_init", "wang" if init == "neox" else "scaled" if usual else "same", *divs)
 
 
@@ -148,7 +150,7 @@ def _where(t: Translation) -> None:
     if (path := t.get("load_path")) is not None:
         t.put("load_path", path, "load_path", "load_weights_only")
         if not t.get("load_weights_only"):
-            t.refuse("load_path", "another run's optimizer state is not taken over, its weights are with "
+            t.refuse("load_path", "another run's optimizer state is not loaded, but its weights are with "
                      "load_weights_only=true; to continue a run of your own, repeat its command")  # fmt: skip
     if t.choice("fsdp_config.sharding_strategy") == "NO_SHARD":
         t.put("parallel.shard", 1, "fsdp_config.sharding_strategy")
@@ -168,27 +170,30 @@ def _loader(t: Translation, native: str, loader: str) -> None:
     if (seed := t.get(f"{section}.shuffle_seed")) is not None:
         t.put(f"{native}.shuffle_seed", seed, f"{section}.shuffle_seed")
     names = dict.fromkeys(key.removeprefix(streams).split(".")[0] for key in t.given if key.startswith(streams))
-    for source, place in [(streams + name, f"{native}.mix.{name}") for name in names] or [(section, native)]:
+    for source, target in [(streams + name, f"{native}.mix.{name}") for name in names] or [(section, native)]:
         if (local := t.get(f"{source}.local")) is None:
             t.refuse(f"{source}.local", "is missing; name the folder of the data, or the cache of what is remote")
-        t.put(f"{place}.path", local, f"{source}.local")
+        t.put(f"{target}.path", local, f"{source}.local")
         for key in ("remote", "split", "cache_limit", "token_encoding_type", *["proportion"] * bool(names)):
             foreign = f"{source}.{key}"
             if key in ("split", "token_encoding_type"):  # a stream without its own takes that of the data set
-                foreign = t.said(foreign, f"{section}.{key}")
+                foreign = t.first_given(foreign, f"{section}.{key}")
             if (value := t.get(foreign)) is not None and not (key == "remote" and value == local):
-                t.put(f"{place}.{'weight' if key == 'proportion' else key}", value, foreign)
+                t.put(f"{target}.{'weight' if key == 'proportion' else key}", value, foreign)
         t.skip("the same as local", f"{source}.remote")
         for key in [key for key in t.given if key.startswith(f"{source}.")]:
             if reason := t.dialect.reasons.get(key.replace(source, section, 1)):
                 t.skip(reason, key)
     for key in [key for key in t.given if key.startswith(f"{section}.") and key not in t.rows]:
         if names and key != f"{section}.max_seq_len":
-            t.refuse(key, "streams have local, remote, split, cache_limit and proportion of their own; set it there")
+            t.refuse(
+                key,
+                "each stream has its own local, remote, split, cache_limit and proportion; set it there",
+            )
 
 
 def _time(value: Any) -> str:
-    """Composer counts a bare number in epochs."""
+    """Composer reads a number without a unit as epochs."""
     return str(value) if not isinstance(value, int) else f"{value}ep" if value > 0 else "0ba"
 
 

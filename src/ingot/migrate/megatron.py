@@ -60,7 +60,7 @@ def _model(t: Translation) -> None:
     for native in ("model.emb_pdrop", "model.resid_pdrop"):
         t.put(native, t.get("hidden_dropout", 0.1), "hidden_dropout")
     files = ("tokenizer_model", "vocab_file", "merge_file")
-    shards = t.size(t.said("tensor_model_parallel_size", "model_parallel_size"), 1)
+    shards = t.size(t.first_given("tensor_model_parallel_size", "model_parallel_size"), 1)
     eod = common.put_vocabulary(t, files, "GPT2BPETokenizer", "vocab_size", shards)
     if str(t.get("tokenizer_type")).lower() == "nulltokenizer":
         eod = t.number("null_tokenizer_eod_id", t.size("vocab_size", 1) - 1)
@@ -77,8 +77,8 @@ def _training(t: Translation) -> None:
     nodes, local = (t.get(key, 1) for key in LAUNCHED)
     certain = "nproc_per_node" in t.given and all(type(count) is int and count > 0 for count in (nodes, local))
     world = nodes * local if certain else 0
-    common.put_batch(t, "global_batch_size", t.said("micro_batch_size", "batch_size"), None, world, model)
-    t.skip("where a run runs is said when it is launched", *LAUNCHED)
+    common.put_batch(t, "global_batch_size", t.first_given("micro_batch_size", "batch_size"), None, world, model)
+    t.skip("where a run runs is chosen when it is launched", *LAUNCHED)
     sets = {f"{part}_data_path": _weighted(t, f"{part}_data_path") for part in ("train", "valid")}
     common.put_data(t, _weighted(t, "data_path"), sets)
     common.put_eval(t, t.number("eval_interval"))
@@ -136,7 +136,7 @@ def _schedule(t: Translation) -> None:
     if not warmup:
         t.refuse("lr_decay_style", "inverse-square-root without a warmup falls with the first samples; set one")
     if end < total:
-        t.refuse(f"lr_decay_{what}", "inverse-square-root drops to min_lr there, which is not possible; leave it out")
+        t.refuse(f"lr_decay_{what}", "inverse-square-root drops to min_lr there, which is not supported; remove it")
     t.put("scheduler.floor", floor, "min_lr")
 
 
@@ -144,26 +144,27 @@ MEGATRON = Dialect("megatron", "Megatron", _translate)
 
 
 def read_words(words: list[tuple[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Words of an argument list, each with its place, as keys and values with theirs; the last of a flag counts."""
-    given, places = {}, {}
+    """Keys, values and origins from the words of an argument list and their origins. Of a repeated option, the last
+    counts."""
+    given, origins = {}, {}
     key, values, lists = "", list[Any](), MEGATRON.table["lists"]
-    for word, place in [*words, ("--", "")]:
+    for word, origin in [*words, ("--", "")]:
         if not word.startswith("--"):
             if not key:
-                raise ConfigError(f"{place}: '{word}' belongs to no argument; Megatron's begin with --")
+                raise ConfigError(f"{origin}: '{word}' belongs to no option; Megatron's options begin with --")
             if key.endswith("data_path") and len(word.split()) > 1:
-                raise ConfigError(f"{place}: '{word}' is one path to the program; leave out its quotes")
+                raise ConfigError(f"{origin}: '{word}' is one path to the program; remove its quotes")
             values.append(scalar(word))
             if len(values) > 1 and key not in lists:
-                raise ConfigError(f"{place}: --{key.replace('_', '-')} takes one value, not {values}")
+                raise ConfigError(f"{origin}: --{key.replace('_', '-')} takes one value, not {values}")
             continue
         if key:
             given[key] = values if key in lists else values[0] if values else True
         name, mark, value = word[2:].partition("=")
         key, values = name.replace("-", "_"), [scalar(value)] if mark else []
-        places[key] = place
-    del places[""]
-    return given, places
+        origins[key] = origin
+    del origins[""]
+    return given, origins
 
 
 def scalar(word: str) -> Any:

@@ -1,4 +1,4 @@
-"""What GPT-NeoX has from Megatron, translated once for both: batch, vocabulary, indexed data, checkpoints."""
+"""What GPT-NeoX took from Megatron, translated once for both: batch, vocabulary, indexed data, checkpoints."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def put_parallel(t: Translation, axes: dict[str, str]) -> None:
-    """Degrees as they are given; without one, a model is not cut, and data takes what processes are left."""
+    """Degrees as they are given; without any, the model is whole and all processes are data-parallel."""
     for axis in dict.fromkeys(axes.values()):
         keys = [key for key, name in axes.items() if name == axis]
         sizes = [t.size(key) for key in keys if t.number(key, 1) > 1]
@@ -35,7 +35,7 @@ def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, 
     """The global batch: given, or micro x accumulation x data-parallel copies of the model, by the peers' own rule.
 
     `world` is the number of processes that the file itself names, or 0; `model` those that share one copy of the model.
-    Without any number of processes the batch is not certain, and is refused.
+    Without any number of processes the batch is not certain and is refused.
     """
     batch, part = t.size(total), t.size(micro)
     steps = t.size(accumulation, 1) if accumulation else 1
@@ -62,7 +62,7 @@ def put_batch(t: Translation, total: str, micro: str, accumulation: str | None, 
         exact = world and accumulation in t.given
         if part and (batch != unit if exact else batch % unit):
             why = " x ".join(f"{key} {t.get(key)}" for key in follows if key in t.given)
-            t.refuse(total, f"contradicts {why}; leave out one of them")
+            t.refuse(total, f"contradicts {why}; remove one of them")
         t.skip("follows from the batch and the number of processes", *follows[1:])
     if part:
         t.put("device_train_microbatch_size", part, micro)
@@ -81,7 +81,7 @@ def put_eval(t: Translation, interval: Any) -> None:
 
 def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: str, shards: int) -> int | None:
     """Rows of the embedding, padded as the peers do; they predict the padding too, so it is part of the vocabulary.
-    Gives the token that ends a document, where it is known."""
+    Returns the token that ends a document, if it is known."""
     multiple = t.size("make_vocab_size_divisible_by", 128) * shards
     path = next((Path(str(t.get(key))) for key in files if t.get(key) is not None), None)
     kind, ids = str(t.get("tokenizer_type", default)).lower(), _ids_of(path) if path else {}
@@ -91,7 +91,7 @@ def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: 
     else:
         size = t.size(given) or len(ids) or known[0] or VOCABULARIES.get(kind)
         if size is None:
-            t.refuse("tokenizer_type", f"the size of its vocabulary is not known here; set {given}")
+            t.refuse("tokenizer_type", f"its vocabulary size is not known here; set {given}")
         keys = ("make_vocab_size_divisible_by", given, "tokenizer_type")
         t.put("model.vocab_size", -(-(size or 1) // multiple) * multiple, *keys)
     t.put("model.vocab_multiple", 1, "make_vocab_size_divisible_by")
@@ -123,18 +123,18 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def put_documents(t: Translation, flags: dict[str, str], eod: int | None) -> None:
-    """What begins anew where a document ends: KEY to NATIVE."""
+    """What restarts at the end of a document: KEY to NATIVE."""
     for key in [key for key in flags if t.get(key)]:
         t.put(flags[key], True, key)
         t.put("model.eos_token_id", eod, key)
         if eod is None:
-            t.refuse(key, "which token ends a document is not known here; name a tokenizer file of this machine")
+            t.refuse(key, "the token that ends a document is not known here; name a tokenizer file on this machine")
     if t.get("eod_mask_loss"):
         t.rows["eod_mask_loss"].text += "; the mean is over all tokens of a batch, as with calculate_per_token_loss"
 
 
 def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets]) -> None:
-    """Data sets with weights: `whole` is cut by documents, `parts` (training, then validation) are named one by one."""
+    """Data sets with weights: `whole` is split by documents, `parts` (training, then validation) are separate."""
     if bool(whole) == any(parts.values()):
         t.refuse("data_path", f"name the data once: with data_path, or with {' and '.join(parts)}")
     for native, (key, sets) in zip(("data.train", "data.eval"), parts.items(), strict=True):
@@ -152,8 +152,8 @@ def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets]) -> Non
         if share == sum(shares):
             t.skip("all of the data is one part", "split")
             continue
-        for place in [f"{native}.mix.{name}" for name in names] if len(names) > 1 else [native]:
-            t.put(f"{place}.documents", {"split": ",".join(numbers), "part": part, "rule": t.dialect.name}, "split")
+        for target in [f"{native}.mix.{name}" for name in names] if len(names) > 1 else [native]:
+            t.put(f"{target}.documents", {"split": ",".join(numbers), "part": part, "rule": t.dialect.name}, "split")
 
 
 def _blend(t: Translation, native: str, sets: DataSets, key: str) -> list[str]:
@@ -161,10 +161,10 @@ def _blend(t: Translation, native: str, sets: DataSets, key: str) -> list[str]:
     for weight, path in sets:
         name = Path(str(path)).name.replace(".", "_")
         names.append(name if name not in names else f"{name}_{len(names)}")
-        place = f"{native}.mix.{names[-1]}" if len(sets) > 1 else native
-        t.put(f"{place}.path", str(path), key)
+        target = f"{native}.mix.{names[-1]}" if len(sets) > 1 else native
+        t.put(f"{target}.path", str(path), key)
         if weight is not None and len(sets) > 1:
-            t.put(f"{place}.weight", weight, key)
+            t.put(f"{target}.weight", weight, key)
     if len(sets) > 1:
         t.put(f"{native}.mix_order", "greedy", key)
     return names
@@ -179,7 +179,7 @@ def put_checkpoints(t: Translation, interval: str) -> None:
     if load is not None and load != save:
         t.put("load_path", str(load), "load", "finetune")
         if not t.get("finetune"):
-            t.refuse("load", "another run's optimizer state is not taken over, its weights are with finetune, after "
+            t.refuse("load", "another run's optimizer state is not loaded, but its weights are with finetune, after "
                      "`ingot import`; to continue a run of your own, let load and save be the same")  # fmt: skip
     t.skip("the same command continues the run", "load", "finetune")
     t.put("log_interval", count(t.number("log_interval", 100)), "log_interval")

@@ -70,9 +70,9 @@ def _training(t: Translation) -> None:
     world = t.size("global_num_gpus") or t.size("world_size") or 0
     if not world and t.number("num_gpus") and t.number("num_nodes", -1) > 0:
         world = t.number("num_gpus") * t.number("num_nodes")
-    micro = t.said("train_micro_batch_size_per_gpu", "batch_size")
+    micro = t.first_given("train_micro_batch_size_per_gpu", "batch_size")
     common.put_batch(
-        t, "train_batch_size", micro, t.said("gradient_accumulation_steps", "gas"), world, tensor * pipeline
+        t, "train_batch_size", micro, t.first_given("gradient_accumulation_steps", "gas"), world, tensor * pipeline
     )
     common.put_checkpoints(t, "checkpoint_factor")
     kinds = ("precision", "fp16.enabled", "bf16.enabled", "fp16.type")
@@ -82,7 +82,7 @@ def _training(t: Translation) -> None:
     clip = t.number("gradient_clipping", t.number("clip_grad", 1.0))
     t.put("gradient_clipping", clip or None, "gradient_clipping", "clip_grad")
     if t.number("clip_grad", clip) != clip:
-        t.refuse("clip_grad", f"contradicts gradient_clipping {clip}; leave out one of them")
+        t.refuse("clip_grad", f"contradicts gradient_clipping {clip}; remove one of them")
 
 
 def _data(t: Translation) -> None:
@@ -99,13 +99,13 @@ def _data(t: Translation) -> None:
 
 
 def _optimizer(t: Translation) -> None:
-    kind, rate = t.said("optimizer.type", "optimizer_type"), t.said("optimizer.params.lr", "lr")
+    kind, rate = t.first_given("optimizer.type", "optimizer_type"), t.first_given("optimizer.params.lr", "lr")
     name = t.choice(kind)
     if (lr := t.number(rate, 0)) <= 0:
         t.refuse(rate, "is missing; set it")
         lr = 1.0
     if t.number("lr", lr) != lr:
-        t.refuse("lr", f"contradicts optimizer.params.lr {lr}; leave out one of them")
+        t.refuse("lr", f"contradicts optimizer.params.lr {lr}; remove one of them")
     t.put("optimizer.name", name, kind)
     t.put("optimizer.lr", lr, rate)
     betas = "optimizer.params.betas"
@@ -129,7 +129,7 @@ def _optimizer(t: Translation) -> None:
     floor, style = t.number("min_lr", 0.0) / lr, t.choice("lr_decay_style")
     t.put("scheduler.alpha_f", floor if style == "cosine_with_warmup" else 0.0, "min_lr")
     if style.startswith("cosine") and end < total:
-        t.refuse(t.said("lr_decay_iters", "lr_decay_fraction"), "NeoX's cosine rises again after it; leave it out")
+        t.refuse(t.first_given("lr_decay_iters", "lr_decay_fraction"), "NeoX's cosine rises again after it; remove it")
     if style.startswith("exponential"):  # halves from the end of the warmup to lr_decay_iters, and goes on from there
         t.put("scheduler.t_max", common.count(total, unit), "lr_decay_style")
         t.put("scheduler.alpha_f", math.exp(-0.693 * (total - warmup) / (end - warmup)), "lr_decay_style")

@@ -31,16 +31,16 @@ INSTEAD = "give the arguments after -- instead of the script"
 
 
 @dataclass(frozen=True)
-class Piece:
+class WordPart:
     """A part of a word: a text, the line it is written in, and whether the shell leaves its spaces alone."""
 
     text: str
     line: int
     quoted: bool = False
-    unknown: bool = False  # stands for a value that this file does not say, such as `$NAME`
+    unknown: bool = False  # a value that is not in this file, such as `$NAME`
 
 
-Text = list[Piece]
+Text = list[WordPart]
 
 
 class Array(list[Text]):
@@ -58,8 +58,8 @@ class Run:
 
 
 def read_script(path: Path) -> list[tuple[str, str]]:
-    """The words that the training program of a shell script is given, each with its place, after what its launcher says
-    about the number of processes. A file without any command is a list of arguments: its arrays, in order."""
+    """The arguments that a shell script passes to the training program, each with its FILE:LINE, after the number of
+    processes that its launcher is given. A file without a command is a list of arguments: its arrays, in order."""
     try:
         found = statements(lex(path.read_text(encoding="utf-8-sig").replace("\r\n", "\n")))
         script = Script(path)
@@ -67,7 +67,7 @@ def read_script(path: Path) -> list[tuple[str, str]]:
             script.execute(statement)
     except Unclosed as error:
         raise ConfigError(
-            f"{path}:{error.line}: cannot be read as shell words: {error.mark} is never closed, so the file holds no "
+            f"{path}:{error.line}: cannot be read as shell words: {error.mark} is never closed, so the file has no "
             "complete list of arguments, such as ARGS=( --num-layers 24 )"
         ) from None
     except (UnicodeDecodeError, OSError) as error:
@@ -139,9 +139,9 @@ class Script:
         match = ASSIGNMENT.match(word.text)
         assert match is not None
         name, index, more, raw = match.groups()
-        place = f"{self.path}:{word.line}"
+        origin = f"{self.path}:{word.line}"
         if name == "IFS":
-            raise ConfigError(f"{place}: IFS changes how words are split, so they are not certain; {INSTEAD}")
+            raise ConfigError(f"{origin}: IFS changes how words are split, so they are not certain; {INSTEAD}")
         if function:
             self.fixed.add(name)
         before = self.known.get(name)
@@ -184,11 +184,11 @@ class Script:
         if first in HARMLESS:
             return
         for pattern, runs in ((PROGRAM, self.runs), (OTHER_PROGRAM, self.others)):
-            place = next(
+            start = next(
                 (i for i, text in enumerate(texts) if pattern.search(text) and not re.search(r"\s", text)), None
             )
-            if place is not None:
-                runs.append(Run(Path(texts[place]).name, statement, fields[:place], fields[place + 1 :]))
+            if start is not None:
+                runs.append(Run(Path(texts[start]).name, statement, fields[:start], fields[start + 1 :]))
                 if first == "eval" and any(re.search(r"[\\\"'`;|&<>()]", text) for text in texts):
                     self.hidden.append(statement.line)
                 return
@@ -225,7 +225,7 @@ class Script:
             return [part for item in value for part in _split(_unquoted(item))]
         if isinstance(value, Array) and whole[3] == "@":
             return list(value)
-        return [[Piece(f"${whole[2]}[{whole[3]}]", word.line, True, True)]]
+        return [[WordPart(f"${whole[2]}[{whole[3]}]", word.line, True, True)]]
 
     def _pieces(self, raw: str, line: int, quoted: bool = False, joined: bool = False) -> Text:
         """A word taken apart, with the values of the variables in it. `joined`: arrays become one string."""
@@ -237,14 +237,14 @@ class Script:
             if part == "\\\n":
                 # joins two lines; where a space is next to it, a line end does the same and keeps the lines apart
                 spaced = raw[i - 1 : i].isspace() or raw[end : end + 1].isspace() or not i
-                found += [Piece("\n", here, quoted)] if spaced else []
+                found += [WordPart("\n", here, quoted)] if spaced else []
             elif part[0] == "\\":
                 kept = quoted and part[1:] not in ("$", "`", '"', "\\")
-                found.append(Piece(part if kept else part[1:], here, True))
+                found.append(WordPart(part if kept else part[1:], here, True))
             elif part[0] == "'" and not quoted:
-                found += [Piece("", here, True), *_lines(part[1:-1], here, True)]
+                found += [WordPart("", here, True), *_lines(part[1:-1], here, True)]
             elif part[0] == '"' and not quoted:
-                found += [Piece("", here, True), *self._pieces(part[1:-1], here, True, joined)]
+                found += [WordPart("", here, True), *self._pieces(part[1:-1], here, True, joined)]
             elif part[0] in "$`" and len(part) > 1:
                 found += self._substituted(part, here, quoted, joined)
             else:
@@ -254,16 +254,17 @@ class Script:
         return found
 
     def _substituted(self, part: str, line: int, quoted: bool, joined: bool) -> Text:
-        """The value of `$NAME`, or a mark that stands for what is not known."""
+        """The value of `$NAME`, or a mark for an unknown value."""
         array = ARRAY.fullmatch(part)
         if array and joined and isinstance(items := self.known.get(array[2]), Array):
-            return [p for item in items for p in (Piece(" ", line, quoted), *(replace(p, quoted=quoted) for p in item))]
+            space = WordPart(" ", line, quoted)
+            return [part for item in items for part in (space, *(replace(p, quoted=quoted) for p in item))]
         plain, defaulted = PARAMETER.fullmatch(part), DEFAULTED.fullmatch(part)
         name = (plain[1] or plain[2]) if plain else defaulted[1] if defaulted else ""
         value = self.known.get(name)
         if value is None or isinstance(value, Array) or (defaulted and not _plain(value)):
             # `${X}` would be an interpolation to the YAML layer
-            return [Piece((f"${name}" if name else part).replace("${", "$"), line, True, True)]
+            return [WordPart((f"${name}" if name else part).replace("${", "$"), line, True, True)]
         several = re.search(r"\s", _plain(value))
         return [replace(p, quoted=quoted or p.unknown, line=p.line if several else line) for p in value]
 
@@ -289,7 +290,7 @@ class Script:
         if block or run.statement.chained > 1:
             raise ConfigError(
                 f"{self.path}:{line}: this command depends on the condition, loop or function of line {block or line}, "
-                f"so the script holds no complete list of arguments; {INSTEAD}"
+                f"so the script has no complete list of arguments; {INSTEAD}"
             )
         return self._check([*_processes(run.launcher, line), *run.arguments])
 
@@ -311,40 +312,40 @@ class Script:
                                       f"{name}, and no command says which is used; {INSTEAD}")  # fmt: skip
             words += fields
         if not words:
-            raise ConfigError(f"{self.path}: holds no complete list of arguments, such as ARGS=( --num-layers 24 )")
+            raise ConfigError(f"{self.path}: has no complete list of arguments, such as ARGS=( --num-layers 24 )")
         return self._check(words)
 
     def _check(self, fields: list[Text]) -> list[tuple[str, str]]:
-        """The words with their places. What is not known may stand for a value, which the dialect refuses by its key,
-        but not for arguments."""
+        """The words with their FILE:LINE. An unknown word may be a value, which the dialect refuses by its key, but not
+        an argument."""
         words: list[tuple[str, str]] = []
         option, values = "", 0
         for pieces in fields:
-            text, place = _plain(pieces), f"{self.path}:{pieces[0].line}"
+            text, origin = _plain(pieces), f"{self.path}:{pieces[0].line}"
             if text.startswith("--"):
                 option, values = text.partition("=")[0], int("=" in text)
             else:
                 key = option[2:].replace("-", "_")
                 none = not option or key in MEGATRON.table["flags"]
                 if _is_unknown(pieces) and (none or (values and key not in MEGATRON.table["lists"])):
-                    self._refuse_unknown(text, place)
+                    self._refuse_unknown(text, origin)
                 if option and none:
-                    raise ConfigError(f"{place}: {option} takes no value, not '{text}'; leave it out")
+                    raise ConfigError(f"{origin}: {option} takes no value; remove '{text}'")
                 values += 1
-            words.append((text, place))
+            words.append((text, origin))
         return words
 
-    def _refuse_unknown(self, text: str, place: str) -> None:
+    def _refuse_unknown(self, text: str, origin: str) -> None:
         name = re.sub(r"^\$|\[[@*]\]$", "", text)
         why = self.reasons.get(name, "is not set in the script")
         raise ConfigError(
-            f"{place}: the command takes arguments from {text}, and {name} {why}; write them into the script, or give "
+            f"{origin}: the command takes arguments from {text}, and {name} {why}; write them into the script, or give "
             "all arguments after -- instead of it"
         )
 
 
 def _processes(launcher: list[Text], line: int) -> list[Text]:
-    """The number of processes that torchrun is told, as arguments."""
+    """The number of processes in torchrun's options, as arguments."""
     found: dict[str, str] = {}
     texts = [_plain(pieces) for pieces in launcher]
     for text, value in zip(texts, [*texts[1:], ""], strict=True):
@@ -353,7 +354,7 @@ def _processes(launcher: list[Text], line: int) -> list[Text]:
             found[key] = given if mark else value
     if "nproc_per_node" in found and "nnodes" not in found and any(text.startswith("$") for text in texts):
         found["nnodes"] = "$NNODES"  # one of them may say it
-    return [[Piece(text, line)] for key, value in found.items() for text in (f"--{key}", value)]
+    return [[WordPart(text, line)] for key, value in found.items() for text in (f"--{key}", value)]
 
 
 def _is_list(value: Text | Array | None) -> bool:
@@ -369,7 +370,7 @@ def _plain(pieces: Text) -> str:
 
 def _lines(text: str, line: int, quoted: bool) -> Text:
     """A text as pieces of one line each."""
-    return [Piece(part, line + i, quoted) for i, part in enumerate(text.splitlines(keepends=True))]
+    return [WordPart(part, line + i, quoted) for i, part in enumerate(text.splitlines(keepends=True))]
 
 
 def _split(pieces: Text) -> list[Text]:

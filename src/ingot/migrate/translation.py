@@ -65,33 +65,33 @@ class Dialect:
         return key in self.sections or any(k in self.keys for k in (key, *ancestors(key)))
 
     def closest(self, key: str) -> str | None:
-        homes = [k for k in sorted(self.keys) if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        owners = [k for k in sorted(self.keys) if k.rpartition(".")[2] == key.rpartition(".")[2]]
         near = difflib.get_close_matches(key, self.keys, n=1, cutoff=0.6)
-        return homes[0] if homes else near[0] if near else None
+        return owners[0] if owners else near[0] if near else None
 
 
 @dataclass
 class Row:
-    """The fate of one foreign key."""
+    """What became of one foreign key."""
 
     key: str
     value: Any
-    place: str
+    origin: str
     fate: str
     text: str
 
 
 @dataclass
 class Translation:
-    """A run description on its way from one vocabulary to the other."""
+    """The translation of one run description."""
 
     dialect: Dialect
     given: dict[str, Any]
     """Dotted foreign keys and their values."""
-    places: Mapping[str, str]
-    """Where each stands, as FILE:LINE."""
+    lines: Mapping[str, str]
+    """FILE:LINE of each."""
     elsewhere: tuple[Dialect, ...] = ()
-    """The other dialects, to name the home of a key that is not of this one."""
+    """The other dialects, to tell which stack an unknown key belongs to."""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Where each native key came from."""
@@ -102,7 +102,7 @@ class Translation:
         d = self.dialect
         for key, value in self.given.items():
             if value is None and d.knows(key):
-                self.skip("empty, so the default holds", key)
+                self.skip("empty, so the default applies", key)
             elif not d.knows(key):
                 self.refuse(key, self._unknown(key))
             elif (reason := _above(d.reasons, key)) is not None:
@@ -118,7 +118,7 @@ class Translation:
             if "native" in entry:
                 self.put(entry["native"], self.choice(key), key)
         d.translate(self)
-        self.skip("as it is here, or without effect beside the other settings", *self.given)
+        self.skip("the same here, or without effect given the other settings", *self.given)
         return self
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -127,7 +127,7 @@ class Translation:
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A value that arithmetic is done with."""
+        """A value for arithmetic."""
         value = self.get(key, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             self.refuse(key, "must be a number")
@@ -135,15 +135,15 @@ class Translation:
         return value
 
     def size(self, key: str, default: int | None = None) -> Any:
-        """A whole number of things, at least one."""
+        """A whole number, at least 1."""
         value = self.number(key, default)
         if value is not None and (value < 1 or value != int(value)):
             self.refuse(key, "must be a whole number, at least 1")
             return 1
         return value
 
-    def said(self, *keys: str) -> str:
-        """The first key that is given, or else the first."""
+    def first_given(self, *keys: str) -> str:
+        """The first key that is given, or the first one if none is."""
         return next((key for key in keys if self.get(key) is not None), keys[0])
 
     def choice(self, key: str, default: str | None = None) -> Any:
@@ -157,7 +157,7 @@ class Translation:
         return meanings.get(value, names[first])
 
     def put(self, native: str, value: Any, *keys: str) -> None:
-        """Set a native key, and say which foreign keys it follows from; if none is given, from the first's default."""
+        """Set a native key and record the foreign keys behind it; if none is given, the first's default is."""
         section = self.values
         *sections, leaf = native.split(".")
         for name in sections:
@@ -171,10 +171,10 @@ class Translation:
             elif row.fate == BECAME and f"{native}:" not in row.text:
                 row.text += f", {native}: {show(value)}"
         if given:
-            self.origins[native] = f"{self.places.get(given[0], self.dialect.title)} ({given[0]})"
+            self.origins[native] = f"{self.lines.get(given[0], self.dialect.title)} ({given[0]})"
 
     def note(self, key: str, text: str) -> None:
-        """Say more about what a key became."""
+        """Add to what a key became."""
         if key in self.rows:
             self.rows[key].text += f" ({text})"
 
@@ -184,16 +184,16 @@ class Translation:
                 self._row(key, NOT_NEEDED, why)
 
     def refuse(self, key: str, why: str) -> None:
-        if key not in self.rows or self.rows[key].fate != REFUSED:  # the first reason is the root of the others
+        if key not in self.rows or self.rows[key].fate != REFUSED:  # the first reason causes the others
             self._row(key, REFUSED, why)
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each key that was refused; those that someone wrote first."""
+        """One sentence for each refused key, keys that the user wrote first."""
         found = []
-        for row in sorted((r for r in self.rows.values() if r.fate == REFUSED), key=lambda row: not row.place):
+        for row in sorted((r for r in self.rows.values() if r.fate == REFUSED), key=lambda row: not row.origin):
             what = row.text if row.text.startswith("unknown key") else f"{row.key} = {show(row.value)}: {row.text}"
-            found.append(f"{row.place}: {what}" if row.place else what)
+            found.append(f"{row.origin}: {what}" if row.origin else what)
         return found
 
     def check(self) -> None:
@@ -201,7 +201,7 @@ class Translation:
             raise ConfigError("\n".join(self.problems[:8]))
 
     def comments(self) -> list[str]:
-        """The table, as YAML comments: it stays with the recipe that it explains."""
+        """What became of each key, as YAML comments at the end of the recipe."""
         rows = sorted(self.rows.values(), key=lambda row: (BECAME, NOT_NEEDED, REFUSED).index(row.fate))
         left = [f"{row.key} = {show(row.value)}" for row in rows]
         width = min(60, max(map(len, left), default=0))
@@ -209,14 +209,14 @@ class Translation:
         return [f"# {key:{width}}  {marks[row.fate]} {row.text}" for key, row in zip(left, rows, strict=True)]
 
     def _row(self, key: str, fate: str, text: str) -> None:
-        self.rows[key] = Row(key, self.given.get(key, "(default)"), self.places.get(key, ""), fate, text)
+        self.rows[key] = Row(key, self.given.get(key, "(default)"), self.lines.get(key, ""), fate, text)
 
     def _unknown(self, key: str) -> str:
         title, close = self.dialect.title, self.dialect.closest(key)
-        homes = [other.title for other in self.elsewhere if other.knows(key)]
-        hint = f"did you mean {close}?" if close else "the reference of that stack may not have it either."
-        if homes:
-            hint = f"it is a key of {' and '.join(homes)}, and a run is described in one vocabulary."
+        owners = [other.title for other in self.elsewhere if other.knows(key)]
+        hint = f"did you mean {close}?" if close else "that stack may not have it either."
+        if owners:
+            hint = f"it is a key of {' and '.join(owners)}, and a run is described in one vocabulary."
         return f"unknown key {key} of {title}; {hint}"
 
 

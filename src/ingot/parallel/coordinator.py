@@ -7,7 +7,7 @@ matched in any order.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -69,7 +69,7 @@ class StoreCoordinator(Coordinator):
         self.rank, self.world_size, self._world = world.place.rank, world.place.world, world
         self._round = 0
         # its own connection: waiting on the shared one would block the other threads of this process
-        self._store: dist.Store = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]  # not in torch's stubs
 
     def for_topic(self, topic: str) -> Coordinator:
         return StoreCoordinator(self._world, topic)
@@ -84,9 +84,9 @@ class StoreCoordinator(Coordinator):
             try:
                 answers = [OK + answer for answer in decide(texts)]
             except Exception as error:
-                self._store.multi_set(answered, [f"{FAILED}rank 0 failed: {error}"] * self.world_size)  # type: ignore[attr-defined]
+                self._store.multi_set(answered, [f"{FAILED}rank 0 failed: {error}"] * self.world_size)
                 raise
-            self._store.multi_set(answered, answers)  # type: ignore[attr-defined]
+            self._store.multi_set(answered, answers)
         self._store.wait([answered[self.rank]], TIMEOUT)
         answer = self._store.get(answered[self.rank]).decode()
         for key in (sent[self.rank], answered[self.rank]):  # rank 0 has read the first, or it had not answered

@@ -5,6 +5,7 @@ the head and its loss run inside the sharded module like everything else. Tied e
 and the last stage, whose gradients are added before every step; their updates are then the same.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from ingot.config.model import ModelConfig
 from ingot.model.gpt import GPT
-from ingot.model.precision import autocast
+from ingot.model.precision import COMPUTE_DTYPES
 from ingot.parallel.build import LossModel
 from ingot.parallel.context import SequenceCut
 from ingot.parallel.dtensor import local
@@ -58,7 +59,8 @@ class PipelineStage(LossModel):
         self.index, self.positions, self.precision = index, positions, precision
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        with autocast(self.precision, x.device):
+        dtype = COMPUTE_DTYPES.get(self.precision)
+        with torch.autocast(x.device.type, dtype=dtype) if dtype is not None else nullcontext():
             if self.first:
                 x = self.gpt.embed(x, self.positions)
             x = self.gpt.transform(x, self.positions)

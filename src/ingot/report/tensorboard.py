@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ingot.config.run import TensorBoardConfig
+from ingot.config.training import TensorBoardConfig
 from ingot.errors import MissingExtra
 from ingot.training.listener import Row, RunListener
 

@@ -1,6 +1,6 @@
 """Files by URL: an object store, a web server or a folder, with one way to fail.
 
-`obstore` (Rust) speaks to all of them. What it cannot know is what makes an answer wrong: lengths and hashes stand in
+`obstore` (Rust) speaks to all of them. What it cannot know is what makes an answer wrong: lengths and hashes are in
 an index. So retrying is done here, around the whole of "fetch and check", and not inside the client.
 """
 
@@ -49,7 +49,7 @@ class Remote:
 
     def __init__(self, url: str, retries: int = RETRIES, backoff: tuple[float, float] = BACKOFF_SECONDS):
         self.url = url.rstrip("/")
-        # where it is, if it is no object store
+        # where it is, unless it is an object store
         self.folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
         self._store: Any = None if self.folder else _open_store(self.url)
         self._answered = False  # once it has, a failure to get credentials is a passing one
@@ -84,7 +84,7 @@ class Remote:
             return None
 
     def names(self, under: str | None = None, required: bool = False) -> list[str]:
-        """What lies right in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
+        """Names directly in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
         over http, unless it is required."""
         if self.folder is not None:
             folder = self.folder / (under or "")
@@ -183,7 +183,7 @@ class RemoteFile(io.RawIOBase):
         try:
             data = self.remote.retry(self.object, lambda: b"".join(self.remote.stream(self.object, self.at, count)))
         except NotThere:
-            raise DataError(f"{self.remote.url}/{self.object}: gone while it was read") from None
+            raise DataError(f"{self.remote.url}/{self.object}: removed while it was read") from None
         buffer[: len(data)] = data
         self.at += len(data)
         return len(data)

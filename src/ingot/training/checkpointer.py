@@ -1,4 +1,4 @@
-"""What of a run is saved, when, and how it comes back."""
+"""When a run is saved, what is saved, and how it is loaded again."""
 
 import shutil
 import time
@@ -6,10 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ingot.checkpoint.async_writer import AsyncWriter
-from ingot.checkpoint.coordinator import Coordinator
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
 from ingot.checkpoint.location import find_checkpoints
@@ -26,7 +23,7 @@ from ingot.checkpoint.manifest import (
 from ingot.checkpoint.remote_copy import Uploader, fetch, newest_good
 from ingot.checkpoint.safetensors_file import DTYPES
 from ingot.checkpoint.save_plan import Tensors
-from ingot.checkpoint.store import DRAFT, RNG, CheckpointTensors, to_remove
+from ingot.checkpoint.store import DRAFT, OLD_RNG, CheckpointTensors, to_remove
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DiskError, disk_error
@@ -37,13 +34,13 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.run_files import FINISHED, METRICS
 
-SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint by then
-ESTIMATE_MARGIN = 1.25  # of the manifest's size: the write checks the true one
-PATIENCE = 30.0  # seconds for a save in flight when a run fails
+SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint at that time
+ESTIMATE_MARGIN = 1.25  # over the limit of a manifest's size, before step 1; each save checks the real size
+PATIENCE = 30.0  # seconds to wait for a save in flight when a run of several ranks fails
 
 
 class Checkpointer:
-    """The checkpoints of a run that is going on."""
+    """Saves and loads the checkpoints of a run. All ranks must call its methods together."""
 
     def __init__(
         self,
@@ -51,118 +48,115 @@ class Checkpointer:
         clock: BatchClock,
         executor: Executor,
         optimizer: Optimizer,
-        reporter: RunListener,
+        listener: RunListener,
     ):
-        self.config, self.executor, self.shapes, self.optimizer = config, executor, executor.parameter_shapes, optimizer
-        self.names = {p.tensor: p.name for p in executor.parameters}
-        self.reporter = reporter
-        world = getattr(executor, "world", None)
+        self.config, self.clock, self.executor, self.optimizer = config, clock, executor, optimizer
+        self.listener, self.coordinator = listener, executor.coordinator
+        self.shapes = executor.parameter_shapes
         self.folder = Path(config.run_folder)
-        self.ranks = Coordinator(world, "resume")
         self.full = config.state_dict_type == "full"
-        self.saver = AsyncWriter(self.folder, world, self.full)
-        self.saver.after = self._saved
-        self.uploader: Uploader | None = None
-        if config.remote_folder is not None:
-            self.uploader = self.saver.uploader = Uploader(config.remote_folder, self.folder, world, self._outdated)
-        self.uploaded, self.uploaded_at, self.clock = 0, time.monotonic(), clock
-        self.prepared, self.saved_at = False, time.monotonic()
-        optimizer.before_step = self.saver.before_update
+        url = config.remote_folder
+        self.uploader = Uploader(url, self.folder, self.coordinator, self._outdated) if url is not None else None
+        self.writer = AsyncWriter(self.folder, self.coordinator, self.full, self._after_save, self.uploader)
+        self.before_update = self.writer.before_update
+        """To be called before each update of the weights: a copy of them may still be in progress."""
+        self._saved_at = time.monotonic()
+        self._uploaded_step, self._uploaded_at = 0, time.monotonic()
+        self._prepared = False
 
     # --- saving
 
     def is_due(self, batch: int) -> bool:
         """Whether to save after a batch, the same on all ranks."""
         interval = self.config.save_interval
-        if interval.is_wall_clock:  # clocks differ; saving is done together
-            return self.executor.from_rank_0(time.monotonic() - self.saved_at >= interval.seconds)
+        if interval.is_wall_clock:  # the ranks' clocks differ
+            return self.executor.from_rank_0(time.monotonic() - self._saved_at >= interval.seconds)
         every = self.clock.interval(interval)
         return bool(every) and batch % every == 0
 
     def metrics(self, saved_since_last_row: bool) -> Row:
-        """Of the last save, and where the newest checkpoint is."""
+        """The cost of the last save, and the newest checkpoint."""
         row: Row = {}
         if saved_since_last_row:
-            row["checkpoint/stall_seconds"] = self.saver.stall_seconds
-            row["checkpoint/write_seconds"] = self.saver.write_seconds
-        if self.saver.saved_step is not None:
-            row[SAVED_STEP] = self.saver.saved_step
+            row["checkpoint/stall_seconds"] = self.writer.stall_seconds
+            row["checkpoint/write_seconds"] = self.writer.write_seconds
+        if self.writer.saved_step is not None:
+            row[SAVED_STEP] = self.writer.saved_step
         return row
 
     def after_step(self) -> None:
-        """Pass on what the writing thread has to say; after the first step, let it get ready."""
-        if not self.prepared and not (self.full and self.executor.layout.size > 1):
-            self.saver.prepare(self._tensors())
-        self.prepared = True
-        self._pass_on()
+        """Forward messages of the background threads. After the first step, prepare the first save."""
+        if not self._prepared and not (self.full and self.executor.layout.size > 1):
+            self.writer.prepare(self._tensors())
+        self._prepared = True
+        self._forward_news()
 
-    def _pass_on(self) -> None:
-        for news in (self.saver.news, self.uploader.news if self.uploader is not None else []):
+    def _forward_news(self) -> None:
+        for news in (self.writer.news, self.uploader.news if self.uploader is not None else []):
             while news:
-                text, warning = news.pop(0)
-                if warning:
-                    self.reporter.warn(f"{text}; the run goes on, and tries again at the next save_interval")
+                text, is_warning = news.pop(0)
+                if is_warning:
+                    self.listener.warn(f"{text}; the run continues and tries again at the next save_interval")
                 else:
-                    self.reporter.note(text)
+                    self.listener.note(text)
 
     def save(self, step: int, state: Callable[[], dict[str, Any]], final: bool) -> None:
-        """Save, behind the loop unless it is the last time; only then is a failure an error."""
+        """Save in the background; a failure is a warning. The final save is waited for; its failure is an error."""
         values, problem = {}, None
         try:
-            values = state() if self.ranks.first else {}
+            values = state() if self.coordinator.is_first else {}
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.folder, error))
-        self.saver.save(step, self._tensors(), values, final, problem)
-        self.saved_at = time.monotonic()
+        self.writer.save(step, self._tensors(), values, final, problem)
+        self._saved_at = time.monotonic()
         if final:
             self._wait()
-            if self.saver.problem is not None:
-                self.saver.news.clear()
-                raise DiskError(self.saver.problem)
+            if self.writer.problem is not None:
+                self.writer.news.clear()
+                raise DiskError(self.writer.problem)
             self._remove_outdated()
             if self.uploader is not None and self.uploader.problem and self.config.remote_save_folder is None:
                 raise DiskError(f"{self.uploader.problem}; the last checkpoint is in {self.folder} only")
-        self._pass_on()
+        self._forward_news()
 
     def close(self) -> None:
-        """Give a save in flight a chance to be finished; with others, who may have failed, not for ever."""
-        self._wait(None if self.ranks.count == 1 else PATIENCE)
+        """Let a save in flight finish; with several ranks only for a limited time, since others may have failed."""
+        self._wait(None if self.coordinator.world_size == 1 else PATIENCE)
 
     def _wait(self, timeout: float | None = None) -> None:
-        self.saver.wait(timeout)
+        self.writer.wait(timeout)
         if self.uploader is not None:
             self.uploader.wait(timeout)
 
     def _tensors(self) -> Tensors:
-        """Everything that a checkpoint holds, as far as this process has it."""
+        """Everything that a checkpoint holds, as far as this rank has it; with state_dict_type=full, rank 0 has all."""
         model = {p.name: p.tensor for p in self.executor.parameters if not p.is_tied_copy}
-        if self.config.save_weights_only:
-            return {MODEL: self._whole(model, self.shapes)}
-        state = self._whole(self.optimizer.state_tensors(), self.optimizer.state_shapes(self.shapes))
-        return {MODEL: self._whole(model, self.shapes), OPTIMIZER: state}
+        tensors, shapes = {MODEL: model}, {MODEL: self.shapes}
+        if not self.config.save_weights_only:
+            tensors[OPTIMIZER] = self.optimizer.state_tensors()
+            shapes[OPTIMIZER] = self.optimizer.state_shapes(self.shapes)
+        if not self.full:
+            return tensors
+        return {kind: dict(self.executor.full_tensors(tensors[kind], shapes[kind])) for kind in tensors}
 
-    def _whole(self, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """With state_dict_type=full, what the first process writes: tensors put together from those of all."""
-        return dict(self.executor.full_tensors(tensors, shapes)) if self.full else tensors
-
-    def _saved(self, step: int, final: bool) -> bool:
-        """In the writing thread, after a save: remove what is no longer wanted; says whether to upload this one."""
-        busy = self._remove_outdated()
-        if self.uploader is None or not (final or (busy is None and self._upload_due(step))):
+    def _after_save(self, step: int, final: bool) -> bool:
+        """In the writing thread: delete outdated checkpoints. Returns whether to upload the new one."""
+        uploading = self._remove_outdated()
+        if self.uploader is None or not (final or (uploading is None and self._upload_due(step))):
             return False
-        self.uploaded, self.uploaded_at = step, time.monotonic()
+        self._uploaded_step, self._uploaded_at = step, time.monotonic()
         return True
 
     def _remove_outdated(self) -> int | None:
-        """Here; gives the step of the checkpoint that is being uploaded, which stays."""
-        busy = self.uploader.step if self.uploader is not None else None
-        steps = steps_in(self.folder / CHECKPOINTS) if self.ranks.first else []
-        # where checkpoints live at a URL, the newest here is all that a restart on this machine needs
+        """Delete outdated local checkpoints, except the one that is being uploaded, whose step is returned."""
+        uploading = self.uploader.step if self.uploader is not None else None
+        steps = steps_in(self.folder / CHECKPOINTS) if self.coordinator.is_first else []
+        # if checkpoints are kept at a URL, a restart on this machine needs the newest one only
         elsewhere = self.uploader is not None and self.config.remote_save_folder is None
         for old in steps[:-1] if elsewhere else self._outdated(steps):
-            if old != busy:
+            if old != uploading:
                 remove(self.folder / CHECKPOINTS / str(old))
-        return busy
+        return uploading
 
     def _outdated(self, steps: list[int]) -> list[int]:
         return to_remove(
@@ -172,46 +166,48 @@ class Checkpointer:
     def _upload_due(self, step: int) -> bool:
         interval = self.config.remote_save_interval
         if interval.is_wall_clock:
-            return time.monotonic() - self.uploaded_at >= interval.seconds
+            return time.monotonic() - self._uploaded_at >= interval.seconds
         every = self.clock.interval(interval)
-        return not every or step // every > self.uploaded // every
+        return not every or step // every > self._uploaded_step // every
 
     def check_manifest_size(self) -> None:
-        """Fail before step 1 if the manifest would be too large to be read; an estimate from this process's parts."""
+        """Fail before step 1 if the manifest would be too large to be read, estimated from this rank's shards."""
         total = 0
-        for parameter, name in {} if self.full else self.names.items():
-            shape, part = tuple(parameter.shape), local(parameter)
-            pieces = -(-parameter.numel() // max(part.numel(), 1))  # each of which some process writes
-            slots = [s for s in self.optimizer.state_shapes({name: shape}).values() if s]
+        for parameter in [] if self.full else self.executor.parameters:
+            shape, part = tuple(parameter.tensor.shape), local(parameter.tensor)
+            pieces = -(-parameter.tensor.numel() // max(part.numel(), 1))  # each written by one rank
+            slots = [s for s in self.optimizer.state_shapes({parameter.name: shape}).values() if s]
             kept = 1 if self.config.save_weights_only else 1 + len(slots)
-            total += kept * pieces * len(f"[{self.ranks.count},{list(shape)},{list(part.shape)}],".replace(" ", ""))
+            chunk = f"[{self.coordinator.world_size},{list(shape)},{list(part.shape)}],".replace(" ", "")
+            total += kept * pieces * len(chunk)
         total *= self.executor.layout.pipeline
         if total > ESTIMATE_MARGIN * MAX_MANIFEST_BYTES:
             raise too_large(total)
 
-    # --- coming back
+    # --- loading
 
     def find(self) -> Manifest | None:
-        """The newest good checkpoint of the run, the same on all processes."""
+        """The newest intact checkpoint of the run, the same on all ranks."""
         self._wait()
-        self._pass_on()
-        manifest, problems = newest_good(self.folder, self.ranks, self.uploader.remote if self.uploader else None)
+        self._forward_news()
+        remote = self.uploader.remote if self.uploader is not None else None
+        manifest, problems = newest_good(self.folder, self.coordinator, remote)
         for problem in problems:
-            self.reporter.warn(f"{problem}; trying the one before it")
-        if self.uploader is not None and self.ranks.first and not (self.folder / METRICS).exists():
-            (self.folder / METRICS).write_bytes(self.uploader.remote.read(METRICS) or b"")  # the run has moved here
+            self.listener.warn(f"{problem}; trying the one before it")
+        if remote is not None and self.coordinator.is_first and not (self.folder / METRICS).exists():
+            (self.folder / METRICS).write_bytes(remote.read(METRICS) or b"")  # the run has moved to this machine
         if manifest is None and self._has_saved_before():
             raise CheckpointError(
                 f"{self.folder} holds a run that has saved checkpoints, and none of them is there; restore "
                 f"{self.folder / CHECKPOINTS}, choose another save_folder, or start over with --fresh"
             )
-        self.uploaded = manifest.step if manifest is not None else 0
-        self.saver.saved_step = manifest.step if manifest is not None else None
-        self.saved_at = time.monotonic()
+        self._uploaded_step = manifest.step if manifest is not None else 0
+        self.writer.saved_step = manifest.step if manifest is not None else None
+        self._saved_at = time.monotonic()
         return manifest
 
     def _has_saved_before(self) -> bool:
-        """Whether the run folder says that a save succeeded; a run that crashed before its first one starts over."""
+        """Whether a save has succeeded, according to the run folder. A run that crashed before that starts over."""
         metrics = self.folder / METRICS
         return (self.folder / FINISHED).exists() or (
             metrics.is_file() and f'"{SAVED_STEP}"'.encode() in metrics.read_bytes()
@@ -221,38 +217,42 @@ class Checkpointer:
         """Start from the weights of another run, checkpoint or Hugging Face folder, which may be at a URL."""
         draft = self.folder / CHECKPOINTS / f"{DRAFT}load"
         if is_url(path):
-            places = find_checkpoints(path)
-            if not places:
+            found = find_checkpoints(path)
+            if not found:
                 raise CheckpointError(f"{path} holds no checkpoint")
-            tensors: TensorReader = CheckpointTensors(fetch(places[-1], draft, self.ranks, [MODEL]))
+            tensors: TensorReader = CheckpointTensors(fetch(found[-1], draft, self.coordinator, [MODEL]))
         else:
-            found, tensors = open_weights(Path(path))
+            stored, tensors = open_weights(Path(path))
             model = self.config.model
-            if found.vocab_size == model.vocab_size and found.vocab_rows != model.vocab_rows:
+            if stored.vocab_size == model.vocab_size and stored.vocab_rows != model.vocab_rows:
                 tensors = Repadded(tensors, model.vocab_size, model.vocab_rows)
-        fill_parameters(self.names, self.shapes, tensors, path)
-        self.ranks.agree(lambda: None)  # all have read
-        if self.ranks.first:
+        self._fill(tensors, path)
+        self.coordinator.run_on_all_ranks(lambda: None)  # all have read
+        if self.coordinator.is_first:
             shutil.rmtree(draft, ignore_errors=True)
-        self.reporter.note(f"weights from {path}")
+        self.listener.note(f"weights from {path}")
 
     def start_over(self) -> None:
-        """Forget what an earlier run left at the URL, as it was forgotten here."""
-        if self.uploader is not None and self.ranks.first:
-            self.uploader.remove([place.step for place in find_checkpoints(self.uploader.remote)])
+        """Delete the checkpoints of an earlier run at the URL; the local ones are gone already."""
+        if self.uploader is not None and self.coordinator.is_first:
+            self.uploader.remove([found.step for found in find_checkpoints(self.uploader.remote)])
 
     def load(self, manifest: Manifest) -> None:
-        """Put weights, and where there is one the state of training, back where they belong."""
+        """Load weights and, where there is one, the optimizer's state."""
         source = str(manifest.folder)
-        fill_parameters(self.names, self.shapes, CheckpointTensors(manifest), source)
+        self._fill(CheckpointTensors(manifest), source)
         for part in self.optimizer.parts.values():
             if not manifest.has_training_state:
                 part.state.clear()
         stored = CheckpointTensors(manifest, OPTIMIZER)
-        described = [(name, DTYPES[entry.dtype], entry.shape) for name, entry in stored.entries.items()]
-        for name, _, _ in described:
+        entries = {name: entry for name, entry in stored.entries.items() if not name.startswith(OLD_RNG)}
+        for name in entries:
             parameter = name.partition("/")[2]
-            if parameter not in self.shapes and not name.startswith(f"{RNG}/"):
+            if parameter not in self.shapes:
                 raise CheckpointError(f"{source} has optimizer state for {parameter}, which the model lacks")
+        described = ((name, DTYPES[entry.dtype], entry.shape) for name, entry in entries.items())
         for name, slot in self.optimizer.state_slots(described):
             read_into(slot, name, stored, source)
+
+    def _fill(self, tensors: TensorReader, source: str) -> None:
+        fill_parameters({p.tensor: p.name for p in self.executor.parameters}, self.shapes, tensors, source)

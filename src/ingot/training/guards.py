@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ingot.config.run import GuardsConfig
+from ingot.config.training import GuardsConfig
 from ingot.errors import EXIT_FAULT, IngotError, NumericError
 from ingot.parallel.executors.base import Executor
 

@@ -1,32 +1,37 @@
 """Optimizers, and their state as named tensors.
 
-torch's own fused kernel does AdamW's work, called here directly: torch.optim brings the compiler along, and a run on a
-CPU, which does not compile, would start two seconds later. Composer's decoupled AdamW decays by (lr / peak) x
-weight_decay, which is AdamW with weight_decay / peak, so it needs no code of its own. Lion is not in torch; ours runs
-on whole lists of tensors (foreach), not parameter by parameter. Muon is torch's formula, which there knows no matrix
-that is spread, and takes matrices one by one.
+AdamW calls torch's fused kernel directly, on local shards. torch.optim.AdamW(fused=True) computes the same bits (a
+test compares them), but imports the compiler, so a run on a CPU starts 0.8 to 1.3 s later. Its step takes 1.7 ms of
+host time for 500 small parameters instead of 1.5 ms, and 9.0 ms for 500 DTensors instead of 2.6 ms (torch 2.13).
+
+Composer's decoupled AdamW decays by (lr / peak) x weight_decay, which is AdamW with weight_decay / peak. Lion is not in
+torch. torch's Muon does not support sharded matrices and takes matrices one by one; ours uses its formula.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ingot.config.run import OptimizerConfig
+from ingot.config.training import OptimizerConfig
 from ingot.model.shapes import is_matrix
-from ingot.parallel.dtensor import is_spread, local, on_whole, scale_to_limit
+from ingot.parallel.dtensor import apply_to_full_tensors, is_sharded, local
 
 STATE = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
-STACK_ELEMENTS = 1 << 27  # of matrices that Muon works on at a time: a quarter of a GB in bf16
-LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}  # as dashboards know them
+STACK_ELEMENTS = 1 << 27  # of the matrices that Muon processes at a time: a quarter of a GB in bf16
+LABELS = {
+    "adamw": "AdamW",
+    "decoupled_adamw": "DecoupledAdamW",
+    "lion": "DecoupledLionW",
+}  # the names in Composer's dashboards
 
 
 class ParamGroupOptimizer:
-    """Groups of parameters with settings of their own, and the state of each parameter: tensors by name."""
+    """Groups of parameters, each with its own settings, and the state of each parameter: tensors by name."""
 
     def __init__(self, groups: list[dict[str, Any]], **defaults: Any):
         self.param_groups = [defaults | group for group in groups]
@@ -39,11 +44,11 @@ class ParamGroupOptimizer:
                 self.update(parameters, group, overflow)
 
     def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
-        """Change weights by their gradients."""
+        """Update weights in place from their gradients."""
         raise NotImplementedError
 
     def local_state(self, parameters: list[Any], key: str) -> list[Tensor]:
-        """What this process holds of a state as large as the parameters, at first zeros."""
+        """This rank's shards of a state that is shaped like the parameters; zeros at first."""
         for p in parameters:
             if key not in self.state[p]:
                 self.state[p][key] = torch.zeros_like(p)
@@ -51,7 +56,7 @@ class ParamGroupOptimizer:
 
 
 class AdamW(ParamGroupOptimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019). Its kernel reads `overflow` by itself."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019). The kernel itself checks `overflow`."""
 
     def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
         for p in parameters:
@@ -85,14 +90,14 @@ class Lion(ParamGroupOptimizer):
 
 
 class Muon(ParamGroupOptimizer):
-    """Momentum made orthogonal (Jordan et al. 2024), scaled to AdamW's update size (Liu et al. 2025), so that one
-    learning rate serves both. The processes that share the matrices of a spread model each work on some of them."""
+    """Orthogonalized momentum (Jordan et al. 2024), scaled to AdamW's update size (Liu et al. 2025), so that one
+    learning rate serves both. Ranks that hold shards of the same matrices each orthogonalize some of them."""
 
     def update(self, parameters: list[Any], group: dict[str, Any], overflow: Tensor | None) -> None:
-        alike: dict[object, list[Any]] = {}  # matrices of one shape, spread in one way
+        groups: dict[object, list[Any]] = {}  # matrices of one shape, sharded in one way
         for p in parameters:
-            alike.setdefault((p.shape, getattr(p, "placements", None)), []).append(p)
-        for matrices in alike.values():
+            groups.setdefault((p.shape, getattr(p, "placements", None)), []).append(p)
+        for matrices in groups.values():
             self._update(matrices, **{key: group[key] for key in ("lr", "momentum", "weight_decay")})
 
     def _update(self, parameters: list[Any], lr: float, momentum: float, weight_decay: float) -> None:
@@ -101,14 +106,15 @@ class Muon(ParamGroupOptimizer):
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         ahead = (g.lerp(m, momentum).bfloat16() for g, m in zip(gradients, momenta, strict=True))  # Nesterov's
         size = 0.2 * math.sqrt(max(parameters[0].shape))
-        spread = is_spread(parameters[0])
-        updates = on_whole(orthogonal, ahead, parameters[0]) if spread else orthogonal_in_stacks(ahead)
+        like = parameters[0]
+        sharded = is_sharded(like)
+        updates = apply_to_full_tensors(orthogonal, ahead, like) if sharded else orthogonal_in_stacks(ahead)
         for p, update in zip(parameters, updates, strict=True):
             local(p).mul_(1 - lr * weight_decay).add_(update, alpha=-lr * size)
 
 
 def orthogonal_in_stacks(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Matrices of one shape made orthogonal, many at a time: a small one alone would leave most of a GPU idle."""
+    """Orthogonalize matrices of one shape, many at a time: a small one alone would leave most of a GPU idle."""
     queue = iter(matrices)
     for first in queue:
         rest = islice(queue, max(1, STACK_ELEMENTS // first.numel()) - 1)
@@ -116,7 +122,7 @@ def orthogonal_in_stacks(matrices: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Roughly the nearest orthogonal matrix to one, or to each of several, in bf16: five steps of a quintic
+    """Approximately the nearest orthogonal matrix to one, or to each of several, in bf16: five steps of a quintic
     Newton-Schulz iteration."""
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = (matrix.mT if tall else matrix).reshape(-1, *sorted(matrix.shape[-2:]))  # [N, m, n], m <= n
@@ -128,13 +134,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """One or two parts that step together under one learning-rate multiplier."""
+    """One or two optimizers that step together under one learning-rate multiplier."""
 
     def __init__(self, config: OptimizerConfig, names: dict[Tensor, str]):
-        """`names` holds the parameters of this process with the names that they have in the whole model."""
+        """`names` holds this rank's parameters and their names in the whole model."""
         self.config, self.names = config, names
         self.parts: dict[str, ParamGroupOptimizer] = {}
-        self.before_step: Callable[[], None] = lambda: None  # whoever reads weights in the background is done then
         hidden = {p: name for p, name in names.items() if config.name == "muon" and is_matrix(name, p)}
         # AdamW decays by lr x weight_decay; the decoupled forms by (lr / peak) x weight_decay
         decay = config.weight_decay if config.name in ("adamw", "muon") else config.weight_decay / config.lr
@@ -155,7 +160,7 @@ class Optimizer:
                 group["lr"] = self.config.lr * multiplier
 
     def learning_rates(self) -> dict[str, float]:
-        """The current rates under the names that dashboards have."""
+        """The current rates by metric name."""
         return {
             f"lr-{label}/group{number}": float(group["lr"])
             for label, part in self.parts.items()
@@ -163,8 +168,7 @@ class Optimizer:
         }
 
     def step(self, overflow: Tensor | None = None) -> None:
-        """Change the weights, unless `overflow` is 1; only AdamW learns of it without waiting for the device."""
-        self.before_step()
+        """Update the weights unless `overflow` is 1. AdamW checks that on the device, the others wait for it."""
         for part in self.parts.values():
             if isinstance(part, AdamW) or overflow is None or not overflow:
                 part.step(overflow)
@@ -183,7 +187,7 @@ class Optimizer:
         }
 
     def state_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a whole model's state, given its parameters', of which this process may hold some."""
+        """Names and shapes of the state of the whole model, given those of its parameters."""
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             muon = self.config.name == "muon" and is_matrix(name, torch.empty(shape, device="meta"))
@@ -192,8 +196,7 @@ class Optimizer:
         return found
 
     def state_slots(self, stored: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that what `state_tensors` gave belongs in, made where there are none yet; names that belong to
-        other processes are passed over."""
+        """The tensors to load a stored state into, allocated where needed. Names of other ranks are skipped."""
         parameters: dict[str, list[Tensor]] = {}
         for parameter, name in self.names.items():
             parameters.setdefault(name, []).append(parameter)
@@ -207,11 +210,3 @@ class Optimizer:
                 elif key not in state:  # the `step` counter
                     state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
                 yield name, state[key]
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, scale: Tensor | None = None) -> Tensor:
-    """Divide gradients by `scale` and bring them to a global norm of at most `limit`; gives the norm between the two,
-    on the device."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    return scale_to_limit(gradients, norm, limit, scale)

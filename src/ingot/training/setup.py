@@ -16,7 +16,7 @@ from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, ConfigError
 from ingot.parallel.executors import device as devices
 from ingot.parallel.executors.base import Executor
-from ingot.parallel.executors.create import check_distributed, create_distributed, create_single
+from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
 from ingot.parallel.executors.cuda_graph import check_cuda_graphs
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout
@@ -77,7 +77,7 @@ def plan_execution(config: RunConfig, env: RankEnv, listener: RunListener) -> Ex
 
 def open_inputs(config: RunConfig, listener: RunListener) -> Inputs:
     """Open the data sets and the tokenizer, checked against the model."""
-    shape = (config.max_seq_len, config.model.vocab_size, config.unscored)
+    shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     train = open_dataset(config.sources.train, *shape)
     listener.note(f"data {train.describe()}")
     validation = open_dataset(config.sources.eval, *shape) if config.sources.eval else None
@@ -107,13 +107,13 @@ def build_executor(config: RunConfig, plan: ExecutionPlan, inputs: Inputs, liste
         start_compilers()
     listener.note(f"model {config.model.family}, {config.model.parameters:,} parameters")
     if not plan.is_distributed:
-        return create_single(config, plan.device, plan.compiled, listener)
+        return build_single(config, plan.device, plan.compiled, listener)
     world = join_world(plan.rank_env, plan.device, config.parallel.join_timeout)
     world.agree("start", {
         "config": hashlib.blake2b(config.model_dump_json().encode(), digest_size=8).hexdigest(),
         "layout": str(plan.layout), "code": code_hash(), "data": json.dumps(inputs.train.fingerprint()),
     })  # fmt: skip
-    return create_distributed(config, plan.layout, world, plan.device, plan.compiled, listener)
+    return build_distributed(config, plan.layout, world, plan.device, plan.compiled, listener)
 
 
 def check_continues(manifest: Manifest, state: ResumeState, config: RunConfig, inputs: Inputs) -> None:

@@ -166,13 +166,17 @@ class Trainer:
     def _step(self, batch: Batch) -> StepResult:
         """Train on a batch."""
         number, clock = self.progress.batch, self.inputs.clock
+
+        def accept(loss_share: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+            if not self.guard.accept(number, loss_share, grad_norm):
+                return False
+            self.checkpointer.before_update()  # a save may still be reading the weights
+            return True
+
         self.optimizer.set_lr(lr_multiplier(self.config.scheduler, clock, number - 1))
         self.executor.begin_step(number - 1)
         with recording_oom(self.run.folder, self.executor, f"at batch {number}"):
-            return train_step(
-                self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping,
-                accept=lambda loss_share, grad_norm: self.guard.accept(number, loss_share, grad_norm),
-            )  # fmt: skip
+            return train_step(self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping, accept)
 
     def _is_due(self, interval: Duration) -> bool:
         """Whether something that happens every so often happens after this batch; everything does after the last."""

@@ -1,8 +1,8 @@
 """Our model config as a Hugging Face config.json, and back.
 
 A plain dict on both sides, so neither direction needs transformers. Four of its classes can compute what our GPT
-computes; a model or a file that none of them expresses exactly is refused by the name of the field, never bent to fit.
-Dropout is the one thing that may be lost: it is no part of the function that is exported.
+computes; a model or a file that none of them expresses exactly is refused by the name of the field, never approximated.
+Only dropout may be lost: it is not part of the function that is exported.
 """
 
 import math
@@ -58,13 +58,13 @@ KEYS: dict[str, dict[str, tuple[str, Any]]] = {  # our field: their key, and wha
     },
 }  # fmt: skip
 OPEN = {"max_seq_len": "context", "ffn_hidden_size": "ffn_width", "n_kv_heads": "kv_heads", "head_dim": "head_width"}
-"""Fields that a config may leave open, and where it says what they come to."""
+"""Fields that a config may leave unset, and the properties with their actual values."""
 
 
 def hf_class(config: ModelConfig) -> str:
     """The transformers class that computes exactly this model."""
     if config.positions == "none":
-        raise _inexpressible(config, "positions", "no Hugging Face class we write goes without positions")
+        raise _inexpressible(config, "positions", "no Hugging Face class that we export to works without positions")
     rotary = LLAMA if config.norm == "rmsnorm" else NEOX
     name = {"alibi": MPT, "learned": GPT2, "rotary": rotary}[config.positions]
     for field, fits, need in _needs(config, name):
@@ -83,8 +83,8 @@ def _needs(config: ModelConfig, name: str) -> list[tuple[str, bool, str]]:
     default_scale = c.softmax_scale is None or math.isclose(c.softmax_scale, c.head_width**-0.5)
     norm_bias = c.norm_bias is None or c.has_norm_bias == biased
     needs = [
-        ("qk_ln", not c.qk_ln, "does not normalise queries and keys"),
-        ("sliding_window", c.sliding_window is None, "attends to all that came before"),
+        ("qk_ln", not c.qk_ln, "does not normalize queries and keys"),
+        ("sliding_window", c.sliding_window is None, "attends to all previous tokens"),
         ("norm_bias", norm_bias, f"has {'biases' if biased else 'none'} in its norms"),
         ("parallel_residual", not c.parallel_residual or name == NEOX, "runs attention before the MLP"),
         ("clip_qkv", c.clip_qkv is None or name == MPT, "does not clip"),
@@ -104,7 +104,7 @@ def _needs(config: ModelConfig, name: str) -> list[tuple[str, bool, str]]:
         ("no_bias", c.no_bias != biased, "has biases" if biased else "has no biases"),
         ("activation", c.activation in gelu, f"has an MLP with {' or '.join(gelu)}"),
         ("n_kv_heads", c.kv_heads == c.n_heads, "has a key and a value for every head"),
-        ("head_dim", c.head_width * c.n_heads == c.d_model, "cuts d_model evenly into heads"),
+        ("head_dim", c.head_width * c.n_heads == c.d_model, "divides d_model evenly into heads"),
     ]
     if name == MPT:
         width = "ffn_hidden_size" if c.ffn_hidden_size else "expansion_ratio"
@@ -135,7 +135,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_hf_config(values: dict[str, Any], where: str) -> ModelConfig:
-    """Our config for a config.json; keys that are absent mean what transformers takes them to mean."""
+    """Our config for a config.json. Absent keys have the defaults of transformers."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CLASS_OF_TYPE:
         raise CheckpointError(f"{where}: model_type is {kind!r}; we import {', '.join(CLASS_OF_TYPE)}")
@@ -153,7 +153,7 @@ def from_hf_config(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _only(values: dict[str, Any], where: str, **allowed: tuple[Any, ...]) -> None:
-    """Refuse a key whose value asks for math that the class, or ours, does not do; absent keys are fine."""
+    """Refuse a key whose value needs math that their class or our model does not implement. Absent keys are fine."""
     for key, accepted in allowed.items():
         if key in values and values[key] not in accepted:
             wanted = " or ".join(map(repr, accepted))

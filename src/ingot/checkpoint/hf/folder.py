@@ -1,7 +1,7 @@
-"""Hugging Face folders: export a model so that transformers loads it, import what others published.
+"""Hugging Face folders: export a model so that transformers loads it, and import published models.
 
-Tensors pass one at a time and leave shard by shard, so a model larger than memory can be exported. An export appears
-under its name only when every byte is on disk. Files are safetensors both ways: a pickle is never opened.
+Tensors are converted one at a time and written shard by shard, so a model larger than memory can be exported. An export
+gets its name only when every byte is on disk. Files are safetensors both ways: a pickle is never opened.
 """
 
 import json
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from ingot.checkpoint.hf.config import CLASS_OF_TYPE, from_hf_config, to_hf_config
 from ingot.checkpoint.hf.weights import PREFIX, from_hf, hf_names, to_hf
+from ingot.checkpoint.safetensors_file import open_safetensors
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, disk_error
 from ingot.model.shapes import parameter_shapes
@@ -33,7 +34,7 @@ BUFFER = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.in
 
 
 class TensorReader(Protocol):
-    """Parameters by our names, each read when asked for."""
+    """Parameters under our names, each read on request."""
 
     def names(self) -> list[str]: ...
 
@@ -49,11 +50,13 @@ def export_hf(
     max_shard_bytes: int = 5 * 10**9,
     dtype: str | None = None,
 ) -> str:
-    """Write the folder that transformers loads without remote code; give back its class. dtype None keeps the bits."""
+    """Write a folder that transformers loads without remote code. Returns its class. By default, bits are kept."""
     values = to_hf_config(config)
     hf: str = values["architectures"][0]
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"cannot export as {dtype!r}; choose {', '.join(DTYPES)}, or none to keep what is stored")
+        raise CheckpointError(
+            f"cannot export as {dtype!r}; choose {', '.join(DTYPES)}, or none to keep the stored type"
+        )
     out = out.absolute()
     partial = out.parent / f".{out.name}.partial-{uuid.uuid4().hex[:8]}"
     try:
@@ -89,14 +92,14 @@ def _converted(tensors: TensorReader, hf: str, config: ModelConfig, dtype: str |
         if dtype is not None:
             exact, tensor = tensor, tensor.to(DTYPES[dtype])
             if not tensor.isfinite().all() and exact.isfinite().all():
-                what = f"cannot export as {tensor.dtype}: {name} holds values that it cannot"
+                what = f"cannot export as {tensor.dtype}: {name} holds values that are too large for it"
                 raise CheckpointError(f"{what}; choose bf16 or fp32")
         for theirs, part in zip(hf_names(hf, name), to_hf(hf, config, name, tensor), strict=True):
             yield theirs if name == "head.weight" else PREFIX[hf] + theirs, part
 
 
 def write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> str:
-    """One file, or numbered shards and their index; only one shard is in memory. Gives back the weights' dtype."""
+    """Write one file, or numbered shards and their index, holding one shard in memory. Returns the weights' dtype."""
     shards: list[tuple[Path, list[str]]] = []
     shard: dict[str, Tensor] = {}
     shard_bytes = total_bytes = 0
@@ -116,7 +119,7 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_
         if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
             flush()
             shard_bytes = 0
-        shard[name] = tensor.clone(memory_format=torch.contiguous_format)  # a view would drag its whole storage along
+        shard[name] = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep its whole storage alive
         shard_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
@@ -133,14 +136,14 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_
 
 
 def _write_tokenizer(source: Path | None, config: ModelConfig, folder: Path) -> dict[str, int | None]:
-    """Copy the tokenizer; give back the special tokens' ids, None where unknown."""
+    """Copy the tokenizer. Returns the special tokens' ids, None where unknown."""
     ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if source is None:
         return ids
     path = source / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
-            f"{source} holds no tokenizer.json; give the folder of the tokenizer the model was trained with"
+            f"{source} holds no tokenizer.json; name the folder of the tokenizer that the model was trained with"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -149,7 +152,7 @@ def _write_tokenizer(source: Path | None, config: ModelConfig, folder: Path) -> 
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= config.vocab_size:
         raise CheckpointError(
-            f"{path} has token id {largest}, the model knows {config.vocab_size} tokens: it was trained with another"
+            f"{path} has token id {largest} and the model {config.vocab_size} tokens: they do not belong together"
         )
     for file in TOKENIZER_FILES:
         if (source / file).is_file():
@@ -162,7 +165,7 @@ def _write_tokenizer(source: Path | None, config: ModelConfig, folder: Path) -> 
             settings["eos_token"] = END_OF_TEXT
         _write_json(folder / "tokenizer_config.json", settings)
     for kind in ("bos", "eos"):
-        token = settings.get(f"{kind}_token")  # a string, or a mapping with its content
+        token = settings.get(f"{kind}_token")  # a string, or a mapping with the string as content
         token = token.get("content") if isinstance(token, dict) else token
         ids[f"{kind}_token_id"] = tokenizer.token_to_id(token) if isinstance(token, str) else None
     return ids
@@ -176,7 +179,7 @@ def read_hf(folder: Path) -> tuple[ModelConfig, TensorReader]:
 
 
 class _HFReader:
-    """Parameters of a Hugging Face folder under our names, in the type in which they are stored."""
+    """Parameters of a Hugging Face folder under our names, in their stored type."""
 
     def __init__(self, folder: Path, hf: str, config: ModelConfig):
         self.folder, self.hf, self.config = folder, hf, config
@@ -192,7 +195,7 @@ class _HFReader:
                 if not BUFFER.search(name):
                     self.stored[name] = (full, file)
         last = hf_names(hf, f"blocks.{config.n_layers - 1}.norm_1.weight")[0]
-        self._must_have(last)  # before a model of that many layers is imagined
+        self._must_have(last)  # before the shapes of that many layers are computed
         self.shapes = shapes_of(config)
         self._check()
 
@@ -237,7 +240,7 @@ class _HFReader:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model and its shape; nothing is allocated."""
+    """The shape of every parameter of the model. Allocates nothing."""
     try:
         return parameter_shapes(config)
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
@@ -245,7 +248,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors of a folder: one file, or the shards that its index names, which must lie beside it."""
+    """The safetensors of a folder: one file, or the shards that its index names, which must be in the same folder."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
@@ -268,18 +271,11 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({error}); fetch the model again") from None
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {path.parent} is no Hugging Face model folder") from None
+        raise CheckpointError(f"{path} is missing: {path.parent} is not a Hugging Face model folder") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Between our checkpoints and Hugging Face folders."""
+"""Converts between our checkpoints and Hugging Face folders."""
 
 import json
 from collections.abc import Callable
@@ -22,16 +22,16 @@ Reader = Callable[[Path], tuple[ModelConfig, TensorReader]]
 
 
 def export_run(path: Path, out: Path, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9) -> str:
-    """Write the model of a run, checkpoint or Hugging Face folder as a Hugging Face folder; gives the class name."""
+    """Write the model of a run, checkpoint or Hugging Face folder as a Hugging Face folder. Returns the class name."""
     config, tensors = open_weights(path)
     tokenizer = tokenizer_folder(path)
     return export_hf(tensors, config, out, tokenizer=tokenizer, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
 
 def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]:
-    """Turn a Hugging Face folder into a run folder that holds its weights; gives the config that it wrote.
+    """Turn a Hugging Face folder into a run folder with its weights. Returns the config that it wrote.
 
-    Weights keep the type that they are stored in, so that exporting them again gives the same bits.
+    Weights keep their stored type, so exporting them again writes the same bits.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not empty; choose another folder")
@@ -52,13 +52,13 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
 
 
 def tokenizer_folder(path: Path) -> Path | None:
-    """The tokenizer that belongs to a run folder, a checkpoint of one, or a Hugging Face folder."""
+    """The folder of the tokenizer that belongs to a run folder, a checkpoint in one, or a Hugging Face folder."""
     folders = (path / "tokenizer", path, path.parent.parent / "tokenizer")
     return next((folder for folder in folders if (folder / TOKENIZER_FILE).is_file()), None)
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    """That tokenizer, loaded."""
+    """The tokenizer that belongs to such a folder."""
     folder = tokenizer_folder(path)
     if folder is None:
         raise CheckpointError(f"{path} has no tokenizer; put {TOKENIZER_FILE} into {path / 'tokenizer'}")

@@ -1,6 +1,6 @@
-"""Our parameters under Hugging Face names and layouts, and back, one parameter at a time.
+"""Converts parameters to Hugging Face names and layouts and back, one at a time.
 
-Everything is a rearrangement of rows or a transpose, so a round trip gives the same bits. Shapes: H heads, G key/value
+Each conversion rearranges rows or transposes, so a round trip preserves every bit. Shapes: H heads, G key/value
 heads, D head width, d d_model.
 """
 
@@ -12,7 +12,7 @@ from ingot.config.model import ModelConfig
 
 PREFIX = {MPT: "transformer.", GPT2: "transformer.", NEOX: "gpt_neox.", LLAMA: "model."}
 EMBEDDINGS = ("wte.weight", "head.weight")  # their rows may be padded
-# Our module -> theirs, less the prefix, which published files carry or not. The head stands outside the prefix.
+# Our module -> theirs, without the prefix, which some published files omit. The head has no prefix.
 MODULES: dict[str, dict[str, str]] = {
     MPT: {
         "wte": "wte", "norm_f": "norm_f", "head": "lm_head",
@@ -40,7 +40,7 @@ MODULES: dict[str, dict[str, str]] = {
 
 
 def hf_names(hf: str, name: str) -> list[str]:
-    """Where a parameter of ours lives in a class: one name without prefix, or three for Llama's q, k and v."""
+    """The names of our parameter in a class, without prefix: one, or three for Llama's q, k and v."""
     module, _, leaf = name.rpartition(".")
     if module.startswith("blocks."):
         _, layer, module = module.split(".", 2)
@@ -53,7 +53,7 @@ def hf_names(hf: str, name: str) -> list[str]:
 
 
 def to_hf(hf: str, config: ModelConfig, name: str, tensor: Tensor) -> list[Tensor]:
-    """A parameter of ours as the tensors that `hf_names` lists; padding rows of the vocabulary are cut."""
+    """Our parameter as the tensors that `hf_names` lists. Padding rows of the vocabulary are cut."""
     if name in EMBEDDINGS:
         return [tensor[: config.vocab_size]]
     if ".attn.qkv." in name and hf != NEOX:
@@ -75,7 +75,7 @@ def from_hf(hf: str, config: ModelConfig, name: str, tensors: list[Tensor]) -> T
 
 
 def _transposed(hf: str, name: str, tensor: Tensor) -> bool:
-    """GPT-2 keeps the weights of its linear layers as [in, out]."""
+    """GPT-2 stores the weights of its linear layers as [in, out]."""
     return hf == GPT2 and name.startswith("blocks.") and tensor.ndim == 2
 
 

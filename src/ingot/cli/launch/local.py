@@ -33,7 +33,7 @@ def local(
 
 def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
     """Run a spec on this machine, or print it; ends the command."""
-    from ingot.launch.jobs import add_job
+    from ingot.launch.protocol import LaunchFolder
     from ingot.launch.supervisor.local import run_processes
     from ingot.launch.supervisor.local_ranks import Node
     from ingot.launch.supervisor.node_agent import NodeAgent
@@ -43,8 +43,8 @@ def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
         return
     spec.write()
     run = Path(spec.run_folder)
-    add_job(run, "local", str(os.getpid()))
-    os.environ.update(NodeAgent(spec, os.environ).variables())
+    LaunchFolder(run).add_job("local", str(os.getpid()))
+    env = {**os.environ, **NodeAgent(spec, os.environ).variables()}
     os.chdir(spec.workdir)  # `resume` may be run from another folder
     node = Node(spec.processes, spec.processes)
-    raise typer.Exit(run_processes([spec.verb, *spec.arguments], node, run))
+    raise typer.Exit(run_processes([spec.verb, *spec.arguments], node, run, env))

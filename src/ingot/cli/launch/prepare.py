@@ -9,7 +9,7 @@ import typer
 from ingot.cli.launch.common import SLURM_PREPARE, DryRun, load_spec, print_notes
 from ingot.cli.launch.slurm import submit
 from ingot.cli.options import OptionCommand, options_from
-from ingot.cli.prepare import PrepareCommand, check_options, prepare
+from ingot.cli.prepare import read_arguments
 
 
 class ForwardingCommand(OptionCommand):
@@ -38,18 +38,15 @@ def slurm_prepare(
     from ingot.launch.build_spec import place_preparation
 
     arguments = arguments or []
-    app = typer.Typer(add_completion=False)
-    app.command(cls=PrepareCommand)(prepare)
-    parsed = typer.main.get_command(app).make_context("prepare", list(arguments)).params
-    splits = check_options(parsed)
+    request = read_arguments(arguments)
+    first, dataset = request.splits[0], request.peer.dataset
     skipped: list[str] = []
-    if parsed["path"]:
-        find_files(parsed["path"], skipped.append)  # report missing files here, not in a job
-    prefix = parsed["output_prefix"]
-    folder = Path(prefix).parent if prefix else Path(parsed["out_root"])
-    label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else "-".join(splits))
-    spec, notes = place_preparation(arguments, folder, label, options)
-    if parsed["dataset"]:
-        notes.append(f"each job reads all of {parsed['dataset']} from the hub and tokenizes its share")
+    if not dataset:
+        find_files(first.input, skipped.append)  # report missing files here, not in a job
+    prefix, splits = first.output_prefix, "-".join(split.split for split in request.splits)
+    label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else splits)
+    spec, notes = place_preparation(arguments, first.folder, label, options)
+    if dataset:
+        notes.append(f"each job reads all of {dataset} from the hub and tokenizes its share")
     print_notes([*notes, *skipped])
     submit(spec, dry_run)

@@ -19,17 +19,18 @@ def resume(
     from ingot.cli.launch.local import run_here
     from ingot.cli.launch.slurm import submit
     from ingot.launch.kubernetes.objects import find_kind, new_launch_id, render
+    from ingot.launch.protocol import LaunchFolder
     from ingot.launch.status import find_run
-    from ingot.launch.submit import again, kept_files, submit_to_kubernetes
+    from ingot.launch.submit import spec_to_resume, submit_to_kubernetes
 
     folder = find_run(run).absolute()
-    spec, back_end = again(folder)
+    spec, back_end = spec_to_resume(folder)
     if back_end == "slurm":
         submit(spec, dry_run)
     elif back_end == "local":
         run_here(spec, dry_run)
     else:
-        kind, files = find_kind(back_end.rpartition("/")[2]), kept_files(folder)
+        kind, files = find_kind(back_end.rpartition("/")[2]), LaunchFolder(folder).kept_files()
         if dry_run:
             print(render(spec, kind, new_launch_id(), files), end="")
         else:

@@ -42,10 +42,13 @@ def slurm(
 
 def submit(spec: "LaunchSpec", dry_run: bool) -> None:
     """Submit a run, or print its script and spec."""
-    from ingot.launch.submit import scripts, submit_to_slurm
+    from ingot.launch.slurm.script import render_scripts
+    from ingot.launch.submit import submit_to_slurm
 
     if dry_run:
-        print("\n".join(scripts(spec).values()) + f"\n# {spec.folder}/spec.json\n" + spec.model_dump_json(indent=1))
+        print(
+            "\n".join(render_scripts(spec).values()) + f"\n# {spec.folder}/spec.json\n" + spec.model_dump_json(indent=1)
+        )
         return
     job = submit_to_slurm(spec)
     print(f"job {job}; follow it with `ingot status {spec.run_folder}` and `ingot logs -f {spec.run_folder}`")

@@ -21,14 +21,13 @@ from ingot.config.secrets import IN_URL, redact
 from ingot.errors import EXIT_GIVEN_UP, EXIT_USER_ERROR, ConfigError
 from ingot.launch.image import check_pinned
 from ingot.launch.profiles import find_profile
+from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT
 from ingot.launch.spec import SPEC, LaunchSpec, make_spec
-from ingot.launch.supervisor.node_agent import ATTEMPT_VARIABLE
 
 Kind = Literal["jobset", "trainjob", "pytorchjob"]
 KINDS: tuple[Kind, ...] = ("jobset", "trainjob", "pytorchjob")
 Json = dict[str, Any]
 
-AGENT = "ingot.launch.supervisor.node_agent"
 SPEC_FOLDER = "/etc/ingot"  # where pods see the spec
 SHARED_MEMORY = "/dev/shm"  # noqa: S108
 PORT = 61_000  # of the rendezvous; above the range from which Linux assigns ports to outgoing connections
@@ -178,7 +177,7 @@ def _pod_template(spec: LaunchSpec, name: str, env: list[Json], container_name: 
     container = {
         "name": container_name,
         "image": _image(spec),
-        "command": [spec.python or "python3", "-m", AGENT, "--spec", f"{SPEC_FOLDER}/{SPEC}", "--pod"],
+        "command": [spec.python or "python3", "-m", NODE_AGENT, "--spec", f"{SPEC_FOLDER}/{SPEC}", "--pod"],
         "env": [*env, *_secret_variables(spec)],
         "ports": [{"name": port_name, "containerPort": PORT}],
         **({"resources": {"limits": devices, "requests": devices}} if devices else {}),

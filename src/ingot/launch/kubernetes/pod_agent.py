@@ -15,18 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
+from ingot.launch.protocol import ATTEMPT_VARIABLE, EXIT_NEW_PODS, LaunchFolder
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.node_agent import ATTEMPT_VARIABLE, HALT, NodeAgent
-from ingot.launch.supervisor.restart_policy import (
-    NO_PROGRESS_LIMIT,
-    judge,
-    mark_start,
-    newest_checkpoint,
-    read_failures,
-)
+from ingot.launch.supervisor.failure_log import mark_start, read_failures
+from ingot.launch.supervisor.node_agent import NodeAgent
+from ingot.launch.supervisor.restart_policy import NO_PROGRESS_LIMIT, decide_restart, newest_checkpoint
 from ingot.training.runtime.run_files import STOP
 
-EXIT_NEW_PODS = 138
 RESULT_SECONDS = 60.0  # for node 0 to record how an attempt ended
 POLL_SECONDS = 0.2
 REMINDER_SECONDS = 60.0
@@ -35,15 +30,17 @@ REMINDER_SECONDS = 60.0
 def run_pod(spec: LaunchSpec, env: Mapping[str, str]) -> int:
     """Attempts until the run has ended, or until only new pods can help; returns the pod's exit code."""
     signal.signal(signal.SIGTERM, _exit_for_new_pods)  # PID 1 of a container ignores TERM unless it has a handler
-    launch, run = env[ATTEMPT_VARIABLE], Path(spec.run_folder)
-    spec.folder.mkdir(parents=True, exist_ok=True)
-    _wait_for_cleanup(spec, launch, NodeAgent(spec, env).rank)
+    launch_id, run = env[ATTEMPT_VARIABLE], Path(spec.run_folder)
+    launch = LaunchFolder(run)
+    launch.path.mkdir(parents=True, exist_ok=True)
+    _wait_for_cleanup(launch, launch_id, NodeAgent(spec, env).rank)
     idle, newest = 0, newest_checkpoint(run)
     for number in itertools.count(1):
-        agent = NodeAgent(spec, {**env, ATTEMPT_VARIABLE: f"{launch}.{number}"})
-        if agent.code_file.exists():
+        attempt = f"{launch_id}.{number}"
+        if launch.result(attempt) is not None:
             continue
-        code = _wait_for_result(agent.code_file, agent.run())
+        code = NodeAgent(spec, {**env, ATTEMPT_VARIABLE: attempt}).run()
+        code = _wait_for_result(launch, attempt, code)
         if code == EXIT_CONTINUE:
             return 0 if (run / STOP).exists() else EXIT_NEW_PODS
         if code != EXIT_FAULT:
@@ -52,34 +49,32 @@ def run_pod(spec: LaunchSpec, env: Mapping[str, str]) -> int:
         newest = newest_checkpoint(run)
         idle = idle + 1 if newest == before else 0  # some attempts end before a failure can be recorded
         if [failure["progress"] for failure in failures[-2:]] == [False, False] or idle == NO_PROGRESS_LIMIT:
-            return EXIT_NEW_PODS  # new processes did not help; other machines may
-        time.sleep(judge(failures).wait)
+            return EXIT_NEW_PODS  # new ranks did not help; other machines may
+        time.sleep(decide_restart(failures).wait_seconds)
     raise AssertionError("itertools.count does not end")
 
 
-def _wait_for_cleanup(spec: LaunchSpec, launch: str, rank: int) -> None:
+def _wait_for_cleanup(launch: LaunchFolder, launch_id: str, rank: int) -> None:
     """Node 0 removes what an earlier launch left, once per launch; the other nodes wait until it has."""
-    run = Path(spec.run_folder)
-    started = spec.folder / f"started.{launch.partition('.')[0]}"
-    if rank == 0 and not started.exists():
-        for leftover in (run / STOP, spec.folder / HALT):
+    if rank == 0 and not launch.started(launch_id):
+        for leftover in launch.leftovers():
             leftover.unlink(missing_ok=True)
-        mark_start(run)
-        started.touch()
+        mark_start(launch.run)
+        launch.mark_started(launch_id)
     reminder = 0.0
-    while not started.exists():
+    while not launch.started(launch_id):
         if time.monotonic() >= reminder:
             print("waiting for the pod of node 0", file=sys.stderr)
             reminder = time.monotonic() + REMINDER_SECONDS
         time.sleep(POLL_SECONDS)
 
 
-def _wait_for_result(file: Path, own_code: int) -> int:
+def _wait_for_result(launch: LaunchFolder, attempt: str, own_code: int) -> int:
     """The attempt's result, which the first node that failed records, or node 0; this node's own if none does."""
     end = time.monotonic() + RESULT_SECONDS
     while time.monotonic() < end:
-        if file.exists():
-            return int(file.read_text())
+        if (result := launch.result(attempt)) is not None:
+            return result
         time.sleep(POLL_SECONDS)
     return own_code
 

@@ -1,7 +1,7 @@
 """Composer's full-state `.pt` files of LLM Foundry's MPT, and of the mosaic_gpt that came before it.
 
-`state.model` holds the parameters under `model.` and the names of the model class; `state.integrations` the class's own
-config, except in the oldest files, whose YAML has to be given.
+`state.model` has the parameters under `model.` and the names of the model class; `state.integrations` has the class's
+own config, except in the oldest files, whose YAML has to be given.
 """
 
 import re
@@ -43,8 +43,8 @@ def read_composer(path: Path, given: ModelConfig | Translation | None, work: Pat
         if not BUFFER.search(theirs):
             pieces[_ours(theirs)] = piece
     if "wte.weight" not in pieces:
-        raise CheckpointError(f"{path} holds no model.transformer.wte.weight in state.model: it is no full-state file "
-                              "of an MPT or mosaic_gpt, which is what is imported from Composer")  # fmt: skip
+        raise CheckpointError(f"{path} has no model.transformer.wte.weight in state.model, so it is not a "
+                              "full-state file of an MPT or mosaic_gpt; save it as one")  # fmt: skip
     config = checked_config(given or _config_inside(found.values, path))
     return config, MergedTensors(config, [pieces], SliceLayout(qkv="blocks"), str(path))
 
@@ -63,7 +63,7 @@ def _config_inside(values: Any, path: Path) -> Translation:
     for key in CONFIG.split("."):
         values = values.get(key) if isinstance(values, dict) else None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} does not hold its model's config; give the YAML it was trained with as --config")
+        raise CheckpointError(f"{path} does not hold its model's config; pass the YAML it was trained with as --config")
     kind = str(values.get("model_type"))
     if kind not in NAMES:
         raise CheckpointError(f"{path}: cannot import a model of type {kind!r}; from Composer, {' and '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""Whose checkpoint lies at a path, and a run folder made from it."""
+"""Recognizes whose checkpoint is at a path and turns it into a run folder."""
 
 import re
 import tempfile
@@ -25,32 +25,32 @@ READERS = {"foundry": read_composer, "neox": read_neox, "megatron": read_megatro
 
 
 def import_checkpoint(source: Path, out: Path, config: str | None = None) -> dict[str, Any]:
-    """Turn a checkpoint of Hugging Face, Composer, GPT-NeoX or Megatron into a run folder; gives the config it wrote.
+    """Turn a checkpoint of Hugging Face, Composer, GPT-NeoX or Megatron into a run folder; returns the config.
 
     `config` describes the model where the checkpoint does not: a file of the same stack, or a native file or recipe.
     """
-    kind, place = recognise(source)
+    kind, weights = recognize(source)
     if kind == "hf":
         if config is not None:
-            raise CheckpointError(f"{source} is a Hugging Face folder, which says what it is; leave out --config")
+            raise CheckpointError(f"{source} is a Hugging Face folder, which contains its config; remove --config")
         return import_hf(source, out)
 
     def read(_: Path) -> tuple[ModelConfig, TensorReader]:
-        return READERS[kind](place, described(config, kind) if config else None, Path(work))
+        return READERS[kind](weights, described(config, kind) if config else None, Path(work))
 
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.reading-", dir=out.absolute().parent) as work:
             return import_hf(source, out, read)
     except OSError as error:
-        raise disk_error("write beside", out, error) from None
+        raise disk_error("write next to", out, error) from None
 
 
-def recognise(source: Path) -> tuple[str, Path]:
+def recognize(source: Path) -> tuple[str, Path]:
     """The stack that wrote a checkpoint, and the file or folder with its weights."""
     if source.is_file():
         if source.suffix != ".pt":
-            raise CheckpointError(f"{source} is no .pt file of Composer; the others are imported by their folder")
+            raise CheckpointError(f"{source} is not a .pt file of Composer; import other checkpoints by their folder")
         return "foundry", source
     if not source.is_dir():
         raise CheckpointError(f"no such file or folder: {source}")
@@ -67,7 +67,7 @@ def recognise(source: Path) -> tuple[str, Path]:
     states = {f.name: [int(n) for n in re.findall(r"\d+", f.name)] for f in source.glob("*rank0.pt") if f.is_file()}
     if states:  # latest-rank0.pt, or else ep0-ba1000-rank0.pt with the most batches
         return "foundry", source / max(states, key=lambda name: (name == "latest-rank0.pt", states[name], name))
-    raise CheckpointError(f"{source} holds no checkpoint of Hugging Face (config.json), Composer (*-rank0.pt), "
+    raise CheckpointError(f"{source} is not a checkpoint of Hugging Face (config.json), Composer (*-rank0.pt), "
                           "GPT-NeoX (global_stepN) or Megatron (iter_NNNNNNN)")  # fmt: skip
 
 

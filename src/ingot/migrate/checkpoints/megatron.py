@@ -1,7 +1,7 @@
 """Megatron GPT checkpoints of the `torch` format: `iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-Both namings are read: Megatron-core's `decoder.layers` (norms of their own or inside Transformer Engine's linear
-layers) and the older `language_model`. The run's arguments lie in the file. Layers are numbered within a pipeline
+Both namings are read: Megatron-core's `decoder.layers` (norms separate or inside Transformer Engine's linear
+layers) and the older `language_model`. The run's arguments are in the file. Layers are numbered within a pipeline
 stage, so those of the stages before count on.
 """
 
@@ -13,7 +13,7 @@ from ingot.checkpoint.hf.folder import TensorReader
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
 from ingot.migrate.checkpoints.merge import MergedTensors, Rank, SliceLayout, checked_config
-from ingot.migrate.checkpoints.pt_reader import Piece, Unpacked, unpack
+from ingot.migrate.checkpoints.pt_reader import StoredTensor, Unpacked, unpack
 from ingot.migrate.megatron import MEGATRON
 from ingot.migrate.megatron_common import VOCABULARIES
 from ingot.migrate.translation import Translation
@@ -59,12 +59,12 @@ def read_megatron(
     """The config and the parameters in an `iter_NNNNNNN` or `release` folder."""
     folders = rank_folders(folder)
     stages, tp = max(stage for stage, _ in folders) + 1, max(rank for _, rank in folders) + 1
-    places = [(stage, rank) for stage in range(stages) for rank in range(tp)]
-    for stage, rank in places:
+    ranks_of_stages = [(stage, rank) for stage in range(stages) for rank in range(tp)]
+    for stage, rank in ranks_of_stages:
         if (stage, rank) not in folders:
             raise CheckpointError(f"{folder} lacks the slice of tensor-parallel rank {rank}, pipeline stage {stage}")
-    files = [_weights_file(folders[place]) for place in places]
-    found = dict(zip(places, unpack(files, ["model", "args", "checkpoint_version"], work), strict=True))
+    files = [_weights_file(folders[key]) for key in ranks_of_stages]
+    found = dict(zip(ranks_of_stages, unpack(files, ["model", "args", "checkpoint_version"], work), strict=True))
     args = found[0, 0].values.get("args")
     args = args if isinstance(args, dict) else {}
     for key, have in {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": stages}.items():
@@ -72,7 +72,7 @@ def read_megatron(
             raise CheckpointError(f"{folder} holds slices for {key} {have}, its args say {size}; copy the whole folder")
     embeddings = [piece for name, piece in found[0, 0].tensors.items() if "word_embeddings.weight" in name]
     if not embeddings:
-        raise CheckpointError(f"{files[0]} holds no model with word embeddings: it is no Megatron GPT")
+        raise CheckpointError(f"{files[0]} has no word embeddings, so it is not a Megatron GPT")
     rows = tp * sum(embeddings[0].shape[:1])
     padding = args.get("make_vocab_size_divisible_by")
     padding = padding if isinstance(padding, int) and padding > 0 else 128
@@ -89,16 +89,16 @@ def read_megatron(
 def _weights_file(folder: Path) -> Path:
     if file := next((folder / name for name in FILES if (folder / name).is_file()), None):
         return file
-    raise CheckpointError(f"{folder} holds no {FILES[0]}; only checkpoints of --ckpt-format torch are imported")
+    raise CheckpointError(f"{folder} has no {FILES[0]}; only checkpoints of --ckpt-format torch are imported")
 
 
 def _arguments(args: dict[str, Any], where: Path) -> Translation:
     """The arguments in the file as the command line that made them."""
     if not args:
-        raise CheckpointError(f"{where} does not hold the run's args; give the script it was trained with as --config")
+        raise CheckpointError(f"{where} does not hold the run's args; pass the script it was trained with as --config")
     for key in OTHER_MATH:
         if args.get(key):
-            raise CheckpointError(f"{where}: cannot import a model with {key}; the model here has no such part")
+            raise CheckpointError(f"{where}: cannot import a model with {key}; it is not supported by the model here")
     given = {key: value for key, value in args.items() if key in MEGATRON.table["model_keys"]}
     given |= {no: True for key, no in NEGATED.items() if args.get(key) is False}
     return Translation(MEGATRON, given, dict.fromkeys(given, str(where))).run()
@@ -114,7 +114,7 @@ def _tokens(args: dict[str, Any]) -> int | None:
 
 def _rank(stages: list[Unpacked], config: ModelConfig) -> Rank:
     """The tensors of one tensor-parallel rank, over all its pipeline stages, under our names."""
-    chunks: dict[tuple[int, int], dict[str, Piece]] = {}  # interleaved stages hold several, model0, model1, ...
+    chunks: dict[tuple[int, int], dict[str, StoredTensor]] = {}  # interleaved stages hold several, model0, model1, ...
     for stage, unpacked in enumerate(stages):
         for name, piece in unpacked.tensors.items():
             if not BUFFER.search(name) and (match := PREFIX.match(name)):

@@ -1,8 +1,8 @@
-"""Slices of a foreign checkpoint, put together to parameters of ours, one at a time.
+"""Merges the slices of a foreign checkpoint into our parameters, one at a time.
 
-Every stack's file gives its tensors under our names, one mapping per tensor-parallel rank. What is left is how the rows
-lie: which dimension was cut, how queries, keys and values alternate, what each rank holds a copy of. All of it is
-checked on shapes alone before the first tensor is read.
+Each stack's module yields its tensors under our names, one mapping per tensor-parallel rank. What is left is the layout
+of the rows: which dimension was split, how queries, keys and values alternate, what each rank has a copy of. All of it
+is checked on shapes alone before the first tensor is read.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from ingot.checkpoint.hf.weights import EMBEDDINGS, fuse_qkv
 from ingot.config.load import validate
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, ConfigError
-from ingot.migrate.checkpoints.pt_reader import Piece
+from ingot.migrate.checkpoints.pt_reader import StoredTensor
 from ingot.migrate.translation import Translation
 
-Rank = dict[str, Piece]
+Rank = dict[str, StoredTensor]
 ROW_PARALLEL = ("attn.out.weight", "mlp.down.weight")
 ROW_BIASES = ("attn.out.bias", "mlp.down.bias")
 COPIED = ("wpe", "norm_1", "norm_2", "norm_f", "q_norm", "k_norm")
@@ -42,12 +42,12 @@ class SliceLayout:
 
 
 class MergedTensors:
-    """Parameters of ours from the slices of all ranks (a `TensorReader`)."""
+    """Our parameters, merged from the slices of all ranks (a `TensorReader`)."""
 
     def __init__(self, config: ModelConfig, ranks: list[Rank], layout: SliceLayout, where: str):
         self.config, self.ranks, self.layout, self.where = config, ranks, layout, where
         self._check_slices()
-        if f"blocks.{config.n_layers - 1}.norm_1.weight" not in ranks[0]:  # before so many layers are imagined
+        if f"blocks.{config.n_layers - 1}.norm_1.weight" not in ranks[0]:  # before computing their shapes
             raise CheckpointError(f"{where} has fewer layers than its config, which says {config.n_layers}")
         self.shapes = shapes_of(config)
         self._check_shapes()
@@ -56,10 +56,10 @@ class MergedTensors:
         return list(self.shapes)
 
     def get(self, name: str) -> Tensor:
-        return self._merge(name, Piece.get).contiguous()
+        return self._merge(name, StoredTensor.get).contiguous()
 
-    def _merge(self, name: str, read: Callable[[Piece], Tensor]) -> Tensor:
-        """One parameter; `read` gives a slice, or a tensor on the meta device where only the shape is asked for."""
+    def _merge(self, name: str, read: Callable[[StoredTensor], Tensor]) -> Tensor:
+        """One parameter; `read` returns a slice, or a tensor on the meta device if only the shape matters."""
 
         def slices(source: str) -> list[Tensor]:
             return [read(rank[source]) for rank in self.ranks]
@@ -83,7 +83,7 @@ class MergedTensors:
             merged = merged[: self.config.vocab_rows]
         return merged
 
-    def _qkv(self, rank: Rank, module: str, leaf: str, read: Callable[[Piece], Tensor]) -> Tensor:
+    def _qkv(self, rank: Rank, module: str, leaf: str, read: Callable[[StoredTensor], Tensor]) -> Tensor:
         """The fused projection of one rank, in our order."""
         config, width = self.config, self.config.head_width
         if f"{module}.{leaf}" not in rank:  # three projections
@@ -111,9 +111,9 @@ class MergedTensors:
                     raise CheckpointError(f"{what} is stored as {piece.dtype}; use floats")
 
     def _check_shapes(self) -> None:
-        used: set[Piece] = set()
+        used: set[StoredTensor] = set()
 
-        def imagine(piece: Piece) -> Tensor:
+        def imagine(piece: StoredTensor) -> Tensor:
             used.add(piece)
             return torch.empty(piece.shape, device="meta")
 
@@ -134,7 +134,7 @@ class MergedTensors:
                 if not all(torch.equal(rank[name].get(), rank["wte.weight"].get()) for rank in self.ranks):
                     raise CheckpointError(f"{piece.origin}: {piece.name} differs from the embedding it is tied to")
             elif piece not in used:
-                raise CheckpointError(f"{piece.origin}: the model of its config has no place for {piece.name}")
+                raise CheckpointError(f"{piece.origin}: the model in its config has no tensor for {piece.name}")
 
 
 def _mean(copies: list[Tensor]) -> Tensor:
@@ -159,7 +159,7 @@ def checked_config(translation: ModelConfig | Translation, **known: Any) -> Mode
         raise CheckpointError(f"cannot import this model: {translation.problems[0]}")
     values = {**translation.values["model"], **known}
     values.setdefault("max_seq_len", translation.values.get("max_seq_len"))
-    return validated(values, next(iter(translation.places.values()), translation.dialect.title))
+    return validated(values, next(iter(translation.lines.values()), translation.dialect.title))
 
 
 def validated(values: dict[str, Any], where: str) -> ModelConfig:

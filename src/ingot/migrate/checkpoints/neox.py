@@ -12,7 +12,7 @@ from ingot.checkpoint.hf.folder import TensorReader
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
 from ingot.migrate.checkpoints.merge import MergedTensors, Rank, SliceLayout, checked_config
-from ingot.migrate.checkpoints.pt_reader import Piece, unpack
+from ingot.migrate.checkpoints.pt_reader import StoredTensor, unpack
 from ingot.migrate.detect import translate
 from ingot.migrate.translation import Translation
 
@@ -36,11 +36,11 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
     tp = max((rank for rank, *_ in found), default=0) + 1
     embeddings = [piece for _, layer, name, piece in found if (layer, name) == (0, "word_embeddings.weight")]
     if not embeddings:
-        raise CheckpointError(f"{folder} has no word_embeddings.weight in layer 0: it is no GPT-NeoX model")
+        raise CheckpointError(f"{folder} has no word_embeddings.weight in layer 0, so it is not a GPT-NeoX model")
     if given is None:
         files = [file for file in sorted((folder / "configs").glob("*")) if file.suffix in (".yml", ".yaml", ".json")]
         if not files:
-            how = "give the files it was trained with, as --config FILE"
+            how = "pass the file it was trained with as --config"
             raise CheckpointError(f"{folder} has no configs/*.yml; {how}")
         given = translate(list(map(str, files)), "neox")
     known = {"vocab_size": tp * sum(embeddings[0].shape[:1])}
@@ -64,7 +64,7 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
     return config, MergedTensors(config, ranks, layout, str(folder))
 
 
-def _tensors(folder: Path, work: Path) -> Iterator[tuple[int, int, str, Piece]]:
+def _tensors(folder: Path, work: Path) -> Iterator[tuple[int, int, str, StoredTensor]]:
     """Every tensor, with its rank, the number of its layer, and its name there."""
     layers = {file: match for file in sorted(folder.iterdir()) if (match := LAYER_FILE.fullmatch(file.name))}
     if not layers:

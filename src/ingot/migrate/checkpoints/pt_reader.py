@@ -1,4 +1,4 @@
-"""Reading `.pt` files of others, in a process of its own.
+"""Reads foreign `.pt` files in a separate process.
 
 A `.pt` file is a pickle, and a pickle is a program. Here it meets only torch's weights-only unpickler, which runs none
 of it, in a child with a bound on its memory; the parent sees what the child writes: safetensors and JSON. Classes of
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.hf.folder import open_safetensors, weight_files, write_shards
+from ingot.checkpoint.hf.folder import weight_files, write_shards
+from ingot.checkpoint.safetensors_file import open_safetensors
 from ingot.errors import CheckpointError, IngotError, disk_error
 
 STACKS = (
@@ -32,12 +33,12 @@ STACKS = (
 )
 ENUM_MEMBER = "builtins.getattr"
 SHARD_BYTES = 10**9
-SPARE_BYTES = 4 * 2**30  # what a child may use beside the file that it reads
+SPARE_BYTES = 4 * 2**30  # what a child may use in addition to the file that it reads
 REFUSED = 3  # exit code of a child whose last line says why
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredTensor:
     """One tensor in a file that the child wrote; read when asked for."""
 
     name: str
@@ -61,15 +62,15 @@ class Unpacked:
     """What one `.pt` file held: tensors by their dotted path, and everything else as JSON."""
 
     path: Path
-    tensors: dict[str, Piece]
+    tensors: dict[str, StoredTensor]
     values: dict[str, Any]
 
 
 def unpack(files: list[Path], keep: list[str], folder: Path) -> list[Unpacked]:
-    """Read `.pt` files in a child, one after the other, into `folder`; of each, what lies under the paths in `keep`."""
+    """Read `.pt` files in a child, one after another, into `folder`; only what is below the paths in `keep`."""
     job = {"files": [str(file) for file in files], "keep": keep, "folder": str(folder)}
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", __name__]  # -P: nothing is imported from the folder we stand in
+    command = [sys.executable, "-P", "-m", __name__]  # -P: nothing is imported from the working directory
     child = subprocess.run(command, input=json.dumps(job), env=env, capture_output=True, text=True, check=False)
     if child.returncode:
         said = child.stderr.strip().splitlines()
@@ -79,17 +80,17 @@ def unpack(files: list[Path], keep: list[str], folder: Path) -> list[Unpacked]:
         raise CheckpointError(f"{files[0].parent}: the process that reads its files was stopped ({how})")
     found = []
     for k, path in enumerate(files):
-        tensors: dict[str, Piece] = {}
+        tensors: dict[str, StoredTensor] = {}
         for shard in weight_files(folder / str(k)):
             file = open_safetensors(shard)
-            tensors |= {name: Piece(name, path, file) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            tensors |= {name: StoredTensor(name, path, file) for name in file.keys()}  # noqa: SIM118 - not a mapping
         values = json.loads((folder / str(k) / "values.json").read_text("utf-8"))
         found.append(Unpacked(path, tensors, values if isinstance(values, dict) else {}))
     return found
 
 
 class StandIn:
-    """In place of an object of a class that is not here and not needed."""
+    """Replaces an object of a class that is neither installed nor needed."""
 
     def __init__(self, *args: object, **named: object):
         self.args = args
@@ -129,7 +130,7 @@ def _convert(path: Path, keep: list[str], folder: Path) -> None:
         values = json.dumps(_plain(_load(path), "", keep, tensors))
         for name, tensor in tensors.items():
             if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-                raise CheckpointError(f"{path}: {name} is no plain tensor ({tensor.layout} on {tensor.device})")
+                raise CheckpointError(f"{path}: {name} is not a plain tensor ({tensor.layout} on {tensor.device})")
         if sum(tensor.nbytes for tensor in tensors.values()) > 4 * path.stat().st_size:
             raise CheckpointError(f"{path} claims tensors far larger than itself; it is damaged or hostile")
         write_shards(iter(tensors.items()), folder, SHARD_BYTES)
@@ -137,7 +138,7 @@ def _convert(path: Path, keep: list[str], folder: Path) -> None:
     except OSError as error:
         raise disk_error("write", folder, error) from None
     except (MemoryError, RecursionError):
-        raise CheckpointError(f"{path} takes more memory to read than a checkpoint of its size should") from None
+        raise CheckpointError(f"{path} needs more memory to read than a checkpoint of its size should") from None
 
 
 def _load(path: Path) -> Any:
@@ -167,7 +168,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain(value: Any, name: str, keep: list[str], tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON holds it; tensors go to `tensors` under their dotted path."""
+    """A value as JSON can express it; tensors go to `tensors` under their dotted path."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Tensor):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model.init import init_weight
+from ingot.model.kernels import refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import parameter_shapes
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoordinator
@@ -104,6 +105,8 @@ class Distributed:
     def weights_changed(self) -> None:
         for module in self._sharded_modules:  # after an evaluation some weights are still gathered
             module.reshard()
+        for root in self.roots:
+            refresh(root)
 
     def _forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
         with autocast(self.config.precision, self.device):

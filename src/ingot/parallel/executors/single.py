@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.model import kernels
+from ingot.model.kernels import refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import flops_per_token, parameter_shapes
 from ingot.parallel.build import LossModel, compile_model
@@ -46,15 +46,15 @@ class SingleProcess:
 
     def __init__(
         self,
-        root: LossModel,
+        model: LossModel,
         config: RunConfig,
         device: torch.device,
         compiled: bool = False,
         messages: Messages = NoMessages(),
     ):
-        self.root, self.config, self.device = root, config, device
-        self.messages = messages
-        self.parameters = [NamedParameter(name, p) for name, p in root.gpt.named_parameters()]
+        self.model, self.config, self.device, self.messages = model, config, device, messages
+        self._compile_pending = compiled  # until the first step: how depends on what is recomputed
+        self.parameters = [NamedParameter(name, p) for name, p in model.gpt.named_parameters()]
         self.parameter_shapes = parameter_shapes(config.model)
         self.microbatch = 1
         self.recompute: str | None = None
@@ -62,8 +62,6 @@ class SingleProcess:
         self._graph_decided = device.type != "cuda" or config.cuda_graphs is False
         self._has_dropout = has_dropout(config.model)
         self._step, self._steps_done = 0, 0
-        self._is_probing = False
-        self._is_to_be_compiled = compiled
 
     # --- one step
 
@@ -96,7 +94,7 @@ class SingleProcess:
         return scale_gradients(gradients, squared_norm(gradients).sqrt().float(), limit, loss_scale)
 
     def weights_changed(self) -> None:
-        kernels.refresh(self.root)
+        refresh(self.model)
 
     def _run(self, batch: Batch, divisor: Tensor) -> Tensor:
         def before(row: int, last: bool) -> None:
@@ -108,6 +106,9 @@ class SingleProcess:
                 return self.graph.run(tokens, labels, divisor)
             return self.forward_backward(tokens, labels, divisor)
 
+        if self._compile_pending:
+            compile_model(self.model)
+            self._compile_pending = False
         if self.graph is not None:
             self.graph.begin()
         return run_microbatches(forward_backward, batch, self.microbatch, self.device, before)
@@ -115,15 +116,9 @@ class SingleProcess:
     def forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
         """Add the gradients of a microbatch's part of the loss. Return that part."""
         with autocast(self.config.precision, self.device):
-            loss = self._forward(tokens, labels) / divisor
+            loss = self.model(tokens, labels) / divisor
         loss.backward()
         return loss.detach()
-
-    def _forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        if self._is_to_be_compiled and not self._is_probing:  # late, because how depends on what is recomputed
-            compile_model(self.root)
-            self._is_to_be_compiled = False
-        return self.root(tokens, labels)
 
     def _halve_microbatch(self) -> None:
         self.microbatch //= 2
@@ -157,14 +152,14 @@ class SingleProcess:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.root.eval()
+        self.model.eval()
         with torch.no_grad():
             yield
-        self.root.train()
+        self.model.train()
 
     def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
         with autocast(self.config.precision, self.device):
-            return self._forward(to_device(tokens, self.device), to_device(labels, self.device))
+            return self.model(to_device(tokens, self.device), to_device(labels, self.device))
 
     # --- reductions over one process
 
@@ -202,7 +197,7 @@ class SingleProcess:
     # --- memory and time
 
     def set_recompute(self, kind: str | None) -> None:
-        self.recompute = self.root.gpt.activation_checkpointing = kind
+        self.recompute = self.model.gpt.activation_checkpointing = kind
 
     def memory_limit(self) -> int | None:
         return usable_memory(self.device)
@@ -212,13 +207,11 @@ class SingleProcess:
             inputs = to_device(tokens, self.device)
             self.forward_backward(inputs, inputs, torch.ones((), device=self.device))
 
-        self._is_probing = True
         try:
             return measure_memory(self, self.config, microbatch, run_pass)
         except torch.OutOfMemoryError:
             return None
         finally:
-            self._is_probing = False
             self._drop_gradients()
 
     def start_comm_timer(self) -> None: ...

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ingot.checkpoint.manifest import MANIFEST, Manifest
+from ingot.config.dotted_keys import flatten
 from ingot.config.load import to_yaml
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, disk_error
@@ -90,8 +91,9 @@ def read_state(manifest: Manifest) -> ResumeState:
 
 
 def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
-    """What differs between the config of a checkpoint and this one; raises if it cannot be resumed."""
-    old, new = _flatten(manifest.state.get("config", {})), _flatten(json.loads(config.model_dump_json()))
+    """What differs between a checkpoint's config and this one; raises if it may not be continued."""
+    configs = manifest.state.get("config", {}), json.loads(config.model_dump_json())
+    old, new = ({key: value for key, value in flatten(values).items() if value != {}} for values in configs)
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
     shown = {k: f"{k} was {old.get(k)} and is now {new.get(k)}" for k in changed}
     for key in changed:
@@ -106,12 +108,3 @@ def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
                 "the data or the meaning of its state; choose another save_folder, or start over with --fresh"
             )
     return [text for key, text in shown.items() if not key.startswith(EXECUTION)]
-
-
-def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix: values}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

@@ -1,4 +1,4 @@
-"""Creates the executor of a run: a model in one process, or this rank's part of one."""
+"""Builds the executor of a run: a model in one process, or this rank's part of one."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,8 @@ import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel import build
+from ingot.parallel.build import BuildOptions
 from ingot.parallel.executors.base import Messages
 from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.layout import Layout
@@ -16,16 +17,16 @@ if TYPE_CHECKING:
     from ingot.parallel.executors.distributed import Distributed
 
 
-def create_single(config: RunConfig, device: torch.device, compiled: bool, messages: Messages) -> SingleProcess:
+def build_single(config: RunConfig, device: torch.device, compiled: bool, messages: Messages) -> SingleProcess:
     """The whole model with its initial weights, and the kernels that suit the device."""
     options = BuildOptions(device, config.precision, config.max_seq_len)
-    root, notes = build_single(config.model, config.seed, options)
+    model, notes = build.build_single(config.model, config.seed, options)
     for note in notes:
         messages.note(note)
-    return SingleProcess(root, config, device, compiled, messages)
+    return SingleProcess(model, config, device, compiled, messages)
 
 
-def create_distributed(
+def build_distributed(
     config: RunConfig, layout: Layout, world: World, device: torch.device, compiled: bool, messages: Messages
 ) -> "Distributed":
     """This rank's part of the model with its initial weights."""

@@ -1,0 +1,101 @@
+"""A copy in host memory of what a rank saves, laid out like its files."""
+
+import contextlib
+import mmap
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ingot.checkpoint.safetensors_file import bytes_of, header_of, in_order
+from ingot.checkpoint.save_plan import SavePlan, Tensors
+from ingot.parallel.dtensor import local
+
+
+class Snapshot:
+    """The copy. Its memory is touched before it is needed, pinned for a GPU's copy engine, and reused by every save.
+
+    Copying overlaps with the next forward and backward pass: on a stream of the GPU, or in the writing thread. Only an
+    update of the weights waits for it.
+    """
+
+    def __init__(self, tensors: Tensors, plan: SavePlan):
+        self.files: dict[str, tuple[memoryview, memoryview]] = {}  # header and content by kind of file
+        self._copies: list[tuple[str, str, Tensor]] = []
+        chosen: Tensors = {}
+        for section, name in plan.own:
+            chosen.setdefault(section, {})[name] = local(tensors[section][name].detach())
+        self.on_gpu = any(tensor.is_cuda for content in chosen.values() for tensor in content.values())
+        for section, content in chosen.items():
+            self._allocate(section, in_order(content))
+        self._stream: Any = torch.cuda.Stream() if self.on_gpu else None
+        self._todo: list[tuple[Tensor, Tensor]] = []
+        self._done = threading.Event()
+        self._done.set()
+
+    def _allocate(self, section: str, content: dict[str, Tensor]) -> None:
+        header, total = header_of(content), sum(tensor.nbytes for tensor in content.values())
+        memory = mmap.mmap(-1, len(header) + max(total, 1))
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[: len(header)] = header
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :].zero_()
+        if self.on_gpu:
+            _pin(self, memory)
+        view, begin = memoryview(memory), 0
+        self.files[section] = (view[: len(header)], view[len(header) : len(header) + total])
+        for name, tensor in content.items():
+            copy = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._copies.append((section, name, copy))
+            begin += tensor.nbytes
+
+    def begin(self, tensors: Tensors) -> None:
+        """Start to copy."""
+        self._done.clear()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for section, name, copy in self._copies:
+            source = local(tensors[section][name].detach())
+            if source.is_cuda:
+                with torch.cuda.stream(self._stream):
+                    copy.copy_(source, non_blocking=True)
+            else:
+                self._todo.append((copy, source))
+
+    def finish(self) -> None:
+        """In the writing thread: copy what is left, and return when the copy is complete."""
+        try:
+            for copy, source in self._todo:
+                if source.is_contiguous():  # numpy copies in this thread alone and lets the others run
+                    np.copyto(np.asarray(bytes_of(copy)), np.asarray(bytes_of(source)))
+                else:
+                    copy.copy_(source)
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._todo.clear()
+            self._done.set()
+
+    def hold(self) -> None:
+        """Make the next change of the state wait for the copy: on a GPU its queue waits, otherwise the caller."""
+        if self._done.is_set():
+            return
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._todo:
+            self._done.wait()
+
+
+def _pin(owner: Snapshot, memory: mmap.mmap) -> None:
+    """Lock memory for a GPU's copy engine while its owner lives.
+
+    It must be unlocked before it is freed: the next mapping may get the same address, and the driver refuses copies
+    into memory that it has registered for another.
+    """
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    driver: Any = torch.cuda.cudart()
+    torch.cuda.check_error(driver.cudaHostRegister(address, len(memory), 0))
+    weakref.finalize(owner, driver.cudaHostUnregister, address).atexit = False
