@@ -91,7 +91,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         graph = f"{row['graph']:,} | {row['graph'] / row['launched']:.2f} x" if "graph" in row else "|"
-        chosen = (row["chosen"] or "").partition(" (")[0]
+        uses_graph = (row["chosen"] or "").startswith(("CUDA graphs: on", "CUDA graph:"))
+        chosen = "" if row["chosen"] is None else "CUDA graph" if uses_graph else "kernels launched one by one"
         lines.append(f"| {row['model']} | {row['microbatch']} | {row['launched']:,} | {graph} | {chosen} |")
     return "\n".join(lines)
 

@@ -129,7 +129,9 @@ def test_launches_are_measured_and_put_into_the_page(data: Path, tmp_path: Path,
     found = json.loads(out.read_text())
     row = found["rows"][0]
     assert row["launched"] > 0 and ("graph" in row) == torch.cuda.is_available()
-    out.write_text(json.dumps(found | {"rows": [row | {"launched": 1000, "graph": 2500, "chosen": "CUDA graph: ..."}]}))
+    out.write_text(
+        json.dumps(found | {"rows": [row | {"launched": 1000, "graph": 2500, "chosen": "CUDA graphs: on (...)"}]})
+    )
     page.write_text("A\n<!-- cuda graphs -->\nold\n<!-- /cuda graphs -->\nB\n")
     assert run("cuda_graphs.py", out, "--docs", page) == 0
     assert "| pythia-14m | 2 | 1,000 | 2,500 | 2.50 x | CUDA graph |\n<!-- /cuda graphs -->\nB" in page.read_text()

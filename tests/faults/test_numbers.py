@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, ranks, weights, whole
 
 from ingot.config.training import GuardsConfig
+from ingot.errors import NumericError
 from ingot.report.metrics_file import read_rows
-from ingot.training.guards import Anomaly, Guard
+from ingot.training.guards import Action, Anomaly, Guard
 
 __all__ = ["ranks", "whole"]
 
@@ -72,7 +75,7 @@ def test_a_batch_of_noise_is_a_loss_spike_and_is_left_out(data: Path, tmp_path: 
 @pytest.mark.slow
 def test_too_many_bad_batches_stop_the_run(data: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", "guards.non_finite=skip", "guards.max_skips=0", kind="nan", rank=0, batch=5)
-    assert "guards.max_skips=0 batches were left out already" in run.run(code=2)
+    assert "guards.max_skips=0 batches were skipped already" in run.run(code=2)
 
 
 @pytest.mark.slow
@@ -81,15 +84,32 @@ def test_a_flipped_bit_in_one_replica_is_found_and_the_rank_named(data: Path, tm
     calm = Run(data, tmp_path / "calm", *replicas)
     calm.run()
     run = Run(data, tmp_path / "run", *replicas, kind="flip", rank=1, batch=10)
-    assert "after batch 12, rank 1 holds other weights than its replicas" in run.run()
+    assert "after batch 12, weights differ from their replicas on rank 1 (first: " in run.run()
     assert_as_if_nothing_happened(run.folder, calm.folder)
 
 
 def jump_after(losses: list[float], jump: float, **guards: object) -> Anomaly | None:
-    guard = Guard(GuardsConfig.model_validate({"spike": "skip", **guards}), lambda loss: loss, scaled=False)
+    executor: Any = SimpleNamespace(sum_loss=lambda share: share)
+    guard = Guard(GuardsConfig.model_validate({"spike": "skip", **guards}), executor, scaled=False)
     for batch, loss in enumerate(losses, 1):
-        assert guard.look(batch, torch.tensor(loss), torch.tensor(1.0)) is None
-    return guard.look(len(losses) + 1, torch.tensor(jump), torch.tensor(1.0))
+        assert guard.accept(batch, torch.tensor(loss), torch.tensor(1.0)) and guard.find_anomaly(wait=True) is None
+    accepted = guard.accept(len(losses) + 1, torch.tensor(jump), torch.tensor(1.0))
+    anomaly = guard.find_anomaly(wait=False)
+    assert accepted == (anomaly is None)
+    return anomaly
+
+
+def test_an_anomaly_is_handled_once_and_by_its_policy() -> None:
+    guard = Guard(GuardsConfig(max_skips=1), SimpleNamespace(), scaled=False)  # type: ignore[arg-type]
+    skipped: set[int] = set()
+    assert guard.handle(Anomaly(3, "the loss is nan", "skip"), skipped) is Action.SKIP and skipped == {3}
+    with pytest.raises(NumericError, match="max_skips=1 batches were skipped already"):
+        guard.handle(Anomaly(7, "the loss is nan", "rollback"), skipped)
+    with pytest.raises(NumericError, match="the loss is nan at batch 8; lower"):
+        guard.handle(Anomaly(8, "the loss is nan", "stop"), skipped)
+    assert not guard.accept(9, torch.tensor(float("nan")), torch.tensor(1.0))
+    assert guard.find_anomaly(wait=True) == Anomaly(9, "the loss is nan", "stop")
+    assert guard.find_anomaly(wait=True) is None
 
 
 @pytest.mark.parametrize(("window", "needed"), [(40, 10), (8, 8)])

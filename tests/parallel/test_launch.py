@@ -155,13 +155,14 @@ def test_torchrun_is_joined_and_restarts_a_killed_rank_from_the_last_checkpoint(
 # A process that sets its own memory limit once training runs: the next large tensor is one that the system refuses.
 LIMIT = """
 import os, resource, sys, threading, time
+ENTRY = "ingot.launch.supervisor.rank_main"
 def limit():
     while not (os.path.exists(METRICS) and open(METRICS, "rb").read().count(b"\\n") >= 3):
         time.sleep(0.005)
     open(MARKER, "w").close()
     pages = int(open("/proc/self/statm").read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + MARGIN, resource.RLIM_INFINITY))
-if os.environ.get("RANK", "0") == LIMITED_RANK and "ingot.cli.main" in sys.orig_argv and not os.path.exists(MARKER):
+if os.environ.get("RANK", "0") == LIMITED_RANK and {"ingot.cli.main", ENTRY} & set(sys.orig_argv) and not os.path.exists(MARKER):
     if os.environ.get("RANK") or "--nproc" not in sys.orig_argv:
         threading.Thread(target=limit, daemon=True).start()
 """

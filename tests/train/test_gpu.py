@@ -5,6 +5,7 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,23 +85,23 @@ def test_wrapped_by_fsdp_a_run_trains_as_alone_and_by_the_same_kernels(
 def test_a_step_never_waits_for_the_device(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
 ) -> None:
-    """With torch set to raise on any synchronisation from the second step on, two more steps run through."""
-    from ingot.training.step import TrainStep
+    """With torch set to raise an error on any synchronization from the third step on, two more steps run through."""
+    from ingot.training import testing
 
-    whole, steps = TrainStep.run, 0
+    steps = 0
 
-    def watched(self: TrainStep, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def watched(trainer: Any, batch: Batch, step: testing.Step) -> Any:
         nonlocal steps
         steps += 1
-        torch.cuda.set_sync_debug_mode("error" if steps > 1 else "default")
+        torch.cuda.set_sync_debug_mode("error" if steps > 2 else "default")  # the second step tries a CUDA graph
         try:
-            return whole(self, batch)
+            return step(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(TrainStep, "run", watched)
-    run(data, tmp_path / "run", "max_duration=3ba", "device_train_microbatch_size=8", f"cuda_graphs={graphs}")
-    assert steps == 3
+    monkeypatch.setattr(testing, "_wrapper", watched)
+    run(data, tmp_path / "run", "max_duration=4ba", "device_train_microbatch_size=8", f"cuda_graphs={graphs}")
+    assert steps == 4
 
 
 @pytest.mark.parametrize("more", [[], ["compile=false"], ["precision=fp16"], ["model.positions=alibi"],
@@ -120,26 +121,26 @@ def test_a_cuda_graph_is_chosen_where_launching_takes_longest(
     data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run(data, tmp_path / "run", "max_duration=2ba", "device_train_microbatch_size=1")
-    assert "CUDA graph: a microbatch takes" in capfd.readouterr().out
+    assert "CUDA graphs: on (a microbatch takes" in capfd.readouterr().out
 
 
 def test_a_pass_that_cannot_be_recorded_is_launched_one_by_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from ingot.training.step import TrainStep
+    from ingot.parallel.executors.single import SingleProcess
 
     size = ["device_train_microbatch_size=4", "deterministic=true"]
     plain = run(data, tmp_path / "plain", *size, "cuda_graphs=false")
-    whole = TrainStep.forward_backward
+    whole = SingleProcess.forward_backward
 
-    def waiting(self: TrainStep, *arguments: torch.Tensor) -> torch.Tensor:
+    def waiting(self: SingleProcess, *arguments: torch.Tensor) -> torch.Tensor:
         loss = whole(self, *arguments)
         float(loss)  # a recording cannot wait for the device
         return loss
 
-    monkeypatch.setattr(TrainStep, "forward_backward", waiting)
+    monkeypatch.setattr(SingleProcess, "forward_backward", waiting)
     rows = run(data, tmp_path / "run", *size)
-    assert "could not be recorded as a CUDA graph" in capfd.readouterr().out
+    assert "CUDA graphs: off (the pass could not be captured" in capfd.readouterr().out
     assert [row["loss/train/total"] for row in rows] == [row["loss/train/total"] for row in plain]
 
 
@@ -151,20 +152,23 @@ def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_pat
 def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None:
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.parallel.build import BuildOptions, build_single
-    from ingot.training.microbatch_search import KINDS, _largest_that_fits, choose_microbatch
+    from ingot.parallel.executors.base import NoMessages
+    from ingot.parallel.executors.build import build_single
+    from ingot.training.microbatch_search import KINDS, choose_microbatch
 
     config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_heads=8", "model.n_layers=8",
-                                     "model.vocab_size=512", "global_train_batch_size=2", "data=x"])  # fmt: skip
+                                     "model.vocab_size=512", "global_train_batch_size=2", "data.train.path=x"])  # fmt: skip
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory
     gc.collect()  # models of the tests before are in cycles: freed later, their memory would make up for the limits below
     torch.cuda.empty_cache()
-    model, _ = build_single(config.model, 1, BuildOptions(device, "bf16", config.max_seq_len))
+    executor = build_single(config, device, False, NoMessages())
     peaks = []
     for kind in KINDS:
-        model.gpt.activation_checkpointing = kind
-        peaks.append(_largest_that_fits(config, model, device, [2])[1])
+        executor.set_recompute(kind)
+        use = executor.probe_memory(2)
+        assert use is not None
+        peaks.append(use.peak)
     assert peaks == sorted(peaks, reverse=True)
     try:
         # a little less than the kind before needs: fragments of memory take their part of the rest
@@ -172,9 +176,9 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
         for kind, limit in zip(KINDS, limits, strict=True):
             torch.cuda.set_per_process_memory_fraction(limit / total, device)
             for asked in (2, "auto"):
-                fitted = config.model_copy(update={"device_train_microbatch_size": asked})
-                size, why = choose_microbatch(fitted, model, device, None, tmp_path)
-                assert (size, model.gpt.activation_checkpointing) == (2, kind), why
+                executor.config = config.model_copy(update={"device_train_microbatch_size": asked})
+                why = choose_microbatch(executor.config, executor, tmp_path)
+                assert (executor.microbatch, executor.recompute) == (2, kind), why
                 assert f"recomputed: {kind or 'nothing'}" in why
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -153,12 +153,17 @@ def _start(
             env[STORE_FD] = str(listener.fileno())
         with (logs / f"rank-{rank}.log").open("ab") as log:
             processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", "ingot.cli.main", *arguments], env=env, stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", _entry(arguments[0]), *arguments], env=env, stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log, stderr=log, pass_fds=descriptors, preexec_fn=end_with_parent,
                 start_new_session=True,  # Ctrl-C in a terminal reaches only the launcher, which forwards it once
             )  # fmt: skip
     if listener is not None:
         listener.close()
+
+
+def _entry(verb: str) -> str:
+    """The module that runs a verb in a process of its own."""
+    return "ingot.launch.supervisor.rank_main" if verb == "train" else "ingot.cli.main"
 
 
 def _watch(

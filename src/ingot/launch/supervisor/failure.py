@@ -39,7 +39,7 @@ class Failure:
 
 
 def kind_of(error: BaseException | None) -> str:
-    if getattr(error, "fits", None) is not None:
+    if getattr(error, "next_microbatch", None) is not None:
         return "memory"
     if isinstance(error, IngotError):
         known = {"DataError": "data", "NumericError": "numeric"}
@@ -52,7 +52,7 @@ def record_failure(message: str, exit_code: int, error: BaseException | None) ->
     path = os.environ.get(FAILURE_VARIABLE)
     if path is None:
         return False
-    failure = Failure(redact(message), kind_of(error), exit_code, time.time(), getattr(error, "fits", None))
+    failure = Failure(redact(message), kind_of(error), exit_code, time.time(), getattr(error, "next_microbatch", None))
     try:
         Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
     except OSError:  # a full disk: the sentence on standard error and the exit code remain

@@ -61,7 +61,7 @@ class Distributed:
         copies = self.pipeline.tied_copies if self.pipeline is not None else []
         tied_copy = copies[-1] if self.pipeline is not None and self.pipeline.has_last and copies else None
         self._sharded_modules = [m for root in self.roots for m in root.modules() if isinstance(m, FSDPModule)]
-        named = [(name.removeprefix("gpt."), p) for root in self.roots for name, p in root.named_parameters()]
+        named = [pair for root in self.roots for pair in root.gpt.named_parameters()]
         self.parameters = [NamedParameter(name, p, is_tied_copy=p is tied_copy) for name, p in named]
         self.parameter_shapes = parameter_shapes(config.model)
         # the share of a gradient's square that this rank counts, where several ranks hold the same shard
