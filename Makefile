@@ -16,9 +16,9 @@ setup: .venv/.ready
 demo: setup
 	.venv/bin/ingot demo $(ARGS)
 
-# by modules, whose fixtures are then made once, and in order: the longest is first
+# tests that share an expensive fixture run in one worker (groups in tests/conftest.py); in order, the longest first
 test: setup
-	.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 examples: setup
 	.venv/bin/python -m pytest -n 2 tests/examples -m slow -k small_form_runs

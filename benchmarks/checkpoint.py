@@ -33,6 +33,7 @@ from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
+from ingot.parallel.build import BuildOptions, build_single
 from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import local, local_offsets
 from ingot.parallel.rank_env import find_rank_env
@@ -59,24 +60,21 @@ class Bench:
         self.first = place.rank == 0
         self.coordinator = StoreCoordinator(self.world) if self.world is not None else LocalCoordinator()
         self.before_update: Callable[[], None] = lambda: None
-        self.spread: Any = None
+        options = BuildOptions(self.device, "fp32", 256)
         if self.world is None:
-            from ingot.model.init import build_model
-
-            self.model: Any = build_model(config.model, 0, self.device)
-            self.model.use_kernel("sdpa", 256, self.device)
-            names: dict[torch.Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+            self.model: Any = build_single(config.model, 0, options)[0]
+            names = {p: name for name, p in self.model.gpt.named_parameters()}
         else:
             from ingot.config.parallel import ParallelConfig
+            from ingot.parallel.executors.distributed import Distributed
             from ingot.parallel.layout import Layout
-            from ingot.parallel.parallelize import spread_model
+            from ingot.parallel.parallelize import parallelize
 
-            self.spread = spread_model(
-                config.model, ParallelConfig(shard=processes), Layout(shard=processes), self.device, seq_len=256,
-                precision="fp32", kernel="sdpa", recompute=None, compiled=False,
-            )  # fmt: skip
-            self.spread.init_weights(0)
-            self.model, names = self.spread.roots[0], self.spread.names
+            parts = parallelize(config.model, ParallelConfig(shard=processes), Layout(shard=processes), options)
+            run = load_config(RunConfig, [size, *width, "max_seq_len=256", "data=x"])
+            executor = Distributed(parts, run, self.world)
+            executor.init_weights(0)
+            self.model, names = parts.roots[0], {p.tensor: p.name for p in executor.parameters}
         self.optimizer = Optimizer(config.optimizer, names)
         self.names = names
         batch = 8 if cuda else 1

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import Size, build, clean, cut, read_batches, step_times, write
+from gpu import IngotStep, clean, cut, read_batches, step_times, write
 from gpu_profile import run_header, show
 
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
-from ingot.model.gpt import flops_per_token
-from ingot.training.cuda_graph import choose_graph
-from ingot.training.device import peak_flops
-from ingot.training.step import TrainStep
+from ingot.parallel.executors.base import NoMessages
+from ingot.parallel.executors.build import build_single
 
 COUNT = 8  # microbatches of a step
 
@@ -57,23 +55,33 @@ def measure(config: RunConfig, micro: int, steps: int, device: torch.device) -> 
     """Tokens per second one by one, as a graph where there are GPUs, and what would be chosen."""
     batches = read_batches(config, 2 * micro * COUNT)
     large = [cut(batches, part * micro * COUNT, micro * COUNT) for part in range(2)]
-    step = build("ingot", config, Size(micro, COUNT), device)
-    assert isinstance(step, TrainStep)
-    step.run(large[0])
-    flops = micro * config.max_seq_len * flops_per_token(config.model, config.max_seq_len)
-    least = flops / peak_flops(device, config.precision)[0]
-    found: dict[str, Any] = {"chosen": choose_graph(step, large[0], None, least)}
-    for kind, asked in (("launched", False), ("graph", True))[: 2 if device.type == "cuda" else 1]:
-        step.graph, step.config = None, config.model_copy(update={"cuda_graphs": asked})
-        choose_graph(step, large[0], None, least)
-        step.run(large[0])
-        times = step_times(step, large, steps, device)
-        median = statistics.median(times)
-        found[kind] = round(large[0].tokens.size / median)
-        found[f"{kind}_spread"] = round((max(times) - min(times)) / median, 4)
-    del step
-    clean(device)
+    found: dict[str, Any] = {"chosen": None}
+    for kind, asked in (("chosen", "auto"), ("launched", False), ("graph", True))[: 3 if device.type == "cuda" else 2]:
+        notes = Notes()
+        asked_config = config.model_copy(update={"cuda_graphs": asked})
+        step = IngotStep(asked_config, build_single(asked_config, device, device.type == "cuda", notes), micro)
+        for _ in range(2):  # the second step decides
+            step.run(large[0])
+        if kind == "chosen":
+            found["chosen"] = next((text for text in notes.texts if text.startswith("CUDA graphs")), None)
+        else:
+            times = step_times(step, large, steps, device)
+            median = statistics.median(times)
+            found[kind] = round(large[0].tokens.size / median)
+            found[f"{kind}_spread"] = round((max(times) - min(times)) / median, 4)
+        del step
+        clean(device)
     return found
+
+
+class Notes(NoMessages):
+    """Keeps what an executor reports."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -83,7 +91,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         graph = f"{row['graph']:,} | {row['graph'] / row['launched']:.2f} x" if "graph" in row else "|"
-        chosen = (row["chosen"] or "").partition(":")[0]
+        chosen = (row["chosen"] or "").partition(" (")[0]
         lines.append(f"| {row['model']} | {row['microbatch']} | {row['launched']:,} | {graph} | {chosen} |")
     return "\n".join(lines)
 

@@ -48,7 +48,7 @@ from ingot.data.formats.mds_writer import rows_body, shard_begin, shard_config, 
 from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.loading.order import Order
-from ingot.data.loading.shard_cache import THREADS, Cache, Wanted
+from ingot.data.loading.shard_cache import THREADS, CachedFile, ShardCache
 from ingot.storage.object_store import Remote
 
 HERE = Path(__file__).parent
@@ -718,8 +718,8 @@ def measure_streaming(folder: Path, rounds: int) -> dict[str, float]:
             list(pool.map(fetch, shards))
 
     def fetched() -> None:
-        cache = Cache(folder / "out", Remote("s3://test/data"))
-        wanted = [Wanted(info.raw, info.raw) for info in read_index(folder / "mds/index.json")]
+        cache = ShardCache(folder / "out", Remote("s3://test/data"))
+        wanted = [CachedFile(info.raw, info.raw) for info in read_index(folder / "mds/index.json")]
         cache.announce(wanted, [])
         for file in wanted:
             cache.ensure(file)

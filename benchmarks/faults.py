@@ -30,7 +30,7 @@ from typing import Any
 
 from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
-from ingot.launch.supervisor.restart_policy import read_failures
+from ingot.launch.supervisor.failure_log import read_failures
 from ingot.version import __version__
 
 MODEL = ["model.d_model=128", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=512", "max_seq_len=128",

@@ -11,7 +11,7 @@ Each call adds to the file of results, so the whole may be measured in parts; a 
 trained again for the same batches.
 
 Same initial weights, same batches of real text, same tokens per optimizer step: the recipe's global batch cut to what a
-few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`TrainStep`, its optimizer, its
+few seconds allow, which each row tells. Ingot's figures are of the trainer's own step (`train_step`, its optimizer, its
 microbatches), not of a loop of their own. A row counts only if the loss after 20 steps is within 1% of a reference that
 trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). These steps
 have the learning rates of the recipe's warmup, less by the square root of the part of its global batch that they train
@@ -51,13 +51,16 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
-from ingot.model.attention import choose_kernel
-from ingot.model.gpt import flops_per_token
 from ingot.model.init import build_model
-from ingot.training.device import peak_flops
+from ingot.model.shapes import flops_per_token
+from ingot.parallel.executors.base import NoMessages
+from ingot.parallel.executors.build import build_single
+from ingot.parallel.executors.device import peak_flops
+from ingot.parallel.executors.single import SingleProcess
+from ingot.training.loss_scale import LossScale
 from ingot.training.optimizer import Optimizer
 from ingot.training.schedule import lr_multiplier
-from ingot.training.step import TrainStep
+from ingot.training.step import train_step
 
 CHECKED, TOLERANCE = 20, 0.01  # steps of one microbatch each, whose last loss may be so far from the reference's
 
@@ -268,21 +271,37 @@ def cut(batch: Batch, start: int, rows: int) -> Batch:
     return Batch(batch.tokens[part], batch.labels[part], batch.samples[part])
 
 
-def build(system: str, config: RunConfig, size: Size, device: torch.device) -> TrainStep | PeerStep:
+class IngotStep:
+    """The trainer's own step on one process."""
+
+    def __init__(self, config: RunConfig, executor: SingleProcess, micro: int):
+        self.config, self.executor, self.model = config, executor, executor.model
+        executor.microbatch = micro
+        executor.set_recompute(config.recompute)
+        executor.weights_changed()
+        self.optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
+        self.scaler = LossScale(executor.device, enabled=config.precision == "fp16")
+        self.steps = 0
+
+    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.executor.begin_step(self.steps)
+        self.steps += 1
+        result = train_step(self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping)
+        return result.loss_share, result.grad_norm
+
+
+def build(system: str, config: RunConfig, size: Size, device: torch.device) -> IngotStep | PeerStep:
     """A system ready to train, from the same weights as every other."""
-    model: Any = build_model(config.model, config.seed, device)
     compile = device.type == "cuda"
     if system == "ingot":
-        kernel, _ = choose_kernel(config.model, device)
-        model.use_kernel(kernel, config.max_seq_len, device)
-        model.use_precision(config.precision, device)
-        optimizer = Optimizer(config.optimizer, {p: name for name, p in model.named_parameters()})
-        return TrainStep(config, model.compiled() if compile else model, optimizer, device, size.micro)
+        plain = config.model_copy(update={"cuda_graphs": False})
+        return IngotStep(plain, build_single(plain, device, compile, NoMessages()), size.micro)
+    model: Any = build_model(config.model, config.seed, device)
     model = build_peer(system, config, dict(model.named_parameters()), device)
     return PeerStep(config, torch.compile(model, dynamic=False) if compile else model, device, size.micro)
 
 
-def learn(config: RunConfig, step: TrainStep | PeerStep, batches: list[Batch], highest: bool = False) -> list[float]:
+def learn(config: RunConfig, step: IngotStep | PeerStep, batches: list[Batch], highest: bool = False) -> list[float]:
     """The losses of some steps, by the schedule of the recipe or at its highest rate. Since a step has but a part of
     the recipe's batch, the learning rate of the schedule is scaled by the square root of that part."""
     clock = BatchClock(config.global_train_batch_size, config.max_seq_len, len(batches), config.max_duration)
@@ -299,15 +318,14 @@ def train_reference(
     config: RunConfig, batches: list[Batch], recomputed: bool, device: torch.device, highest: bool = False
 ) -> list[float]:
     """The losses of the same steps in fp32, neither compiled nor with a kernel of ours."""
-    exact = config.model_copy(update={"precision": "fp32"})
-    model = build_model(exact.model, exact.seed, device)
-    model.recompute = "full" if recomputed else None
-    optimizer = Optimizer(exact.optimizer, {p: name for name, p in model.named_parameters()})
-    step = TrainStep(exact, model, optimizer, device, max(1, len(batches[0].tokens) // 4))
+    exact = config.model_copy(update={"precision": "fp32", "cuda_graphs": False})
+    executor = build_single(exact, device, compiled=False, messages=NoMessages())
+    step = IngotStep(exact, executor, max(1, len(batches[0].tokens) // 4))
+    executor.set_recompute("full" if recomputed else None)
     torch.backends.cuda.matmul.allow_tf32 = True
     result = learn(exact, step, batches, highest)
     torch.backends.cuda.matmul.allow_tf32 = False
-    del step, model, optimizer
+    del step, executor
     clean(device)
     return result
 
@@ -331,7 +349,7 @@ def fp8_curve(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
             "largest_difference": round(max(apart), 5)}  # fmt: skip
 
 
-def timed(step: TrainStep | PeerStep, batch: Batch, device: torch.device) -> float:
+def timed(step: IngotStep | PeerStep, batch: Batch, device: torch.device) -> float:
     start = time.perf_counter()
     float(step.run(batch)[0])  # waits for the device
     if device.type == "cuda":
@@ -339,7 +357,7 @@ def timed(step: TrainStep | PeerStep, batch: Batch, device: torch.device) -> flo
     return time.perf_counter() - start
 
 
-def step_times(step: TrainStep | PeerStep, batches: list[Batch], steps: int, device: torch.device) -> list[float]:
+def step_times(step: IngotStep | PeerStep, batches: list[Batch], steps: int, device: torch.device) -> list[float]:
     """Seconds of each step after the first, one upon the other without waiting for the device, as a trainer runs."""
     if device.type == "cpu":
         return [timed(step, batches[n % len(batches)], device) for n in range(steps + 1)][1:]

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model.gpt import IGNORE
-from ingot.training.device import autocast
-from ingot.training.step import to_device
+from ingot.model.precision import autocast
+from ingot.parallel.executors.base import to_device
 
 # ingot's name within a block: nanoGPT's and GPT-2's, nn.TransformerEncoderLayer's
 BLOCK = {

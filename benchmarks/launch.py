@@ -29,7 +29,7 @@ from typing import Any
 
 from faults import MODEL, SAVE_SECONDS, make_data
 
-from ingot.launch.supervisor.restart_policy import read_failures
+from ingot.launch.supervisor.failure_log import read_failures
 from ingot.version import __version__
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))

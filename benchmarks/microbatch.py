@@ -16,86 +16,79 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.model.attention import choose_kernel
-from ingot.model.init import build_model
-from ingot.parallel.executors.distributed import Spread
+from ingot.parallel.executors.base import Executor, NoMessages
+from ingot.parallel.executors.build import build_distributed, build_single
+from ingot.parallel.executors.oom import is_out_of_memory
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import spread_model
 from ingot.parallel.rank_env import RankEnv
-from ingot.parallel.rendezvous import join_world
-from ingot.training.device import device_memory
-from ingot.training.microbatch_search import choose_microbatch, choose_recompute
-from ingot.training.oom import is_out_of_memory
+from ingot.parallel.rendezvous import World, join_world
+from ingot.training.loss_scale import LossScale
+from ingot.training.microbatch_search import choose_microbatch
 from ingot.training.optimizer import Optimizer
-from ingot.training.step import TrainStep
+from ingot.training.step import train_step
 
 DEVICE = torch.device("cuda", 0)
 
 
-def measure(recipe: str, overrides: list[str], wrapped: bool) -> str:
-    config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false", *overrides])
-    kernel, _ = choose_kernel(config.model, DEVICE)
-    spread = None
-    if wrapped:
-        spread = spread_model(
-            config.model, config.parallel, Layout(), DEVICE, seq_len=config.max_seq_len, precision=config.precision,
-            kernel=kernel, recompute=choose_recompute(config, Layout(), device_memory(DEVICE))[0], compiled=False,
-        )  # fmt: skip
-        spread.init_weights(1)
-        model, names = spread.roots[0], spread.names
+def measure(recipe: str, overrides: list[str], world: World | None) -> str:
+    config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false",
+                                     "cuda_graphs=false", *overrides])  # fmt: skip
+    if world is not None:
+        executor: Executor = build_distributed(config, Layout(), world, DEVICE, False, NoMessages())
     else:
-        model = build_model(config.model, 1, DEVICE)
-        model.use_kernel(kernel, config.max_seq_len, DEVICE)
-        model.use_precision(config.precision, DEVICE)
-        names = {p: name for name, p in model.named_parameters()}
-    optimizer = Optimizer(config.optimizer, names)
+        executor = build_single(config, DEVICE, False, NoMessages())
+    optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        chosen, why = choose_microbatch(config, model, DEVICE, spread, Path(folder))
+        why = choose_microbatch(config, executor, Path(folder))
     seconds = time.perf_counter() - start
-    largest, peak, loss = 0, 0.0, 0.0
+    chosen, largest, peak, loss = executor.microbatch, 0, 0.0, 0.0
     optimizer.set_lr(0.0)
-    run_step(config, model, optimizer, spread, 1)  # from here on there are moments
+    run_step(config, executor, optimizer, 1)  # from here on there are moments
     size = chosen
     while size <= 256:
         torch.cuda.reset_peak_memory_stats(DEVICE)
         try:
-            loss = run_step(config, model, optimizer, spread, size)
+            loss = run_step(config, executor, optimizer, size)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             break
+        if executor.microbatch < size:  # it did not fit, and was repeated in halves
+            break
         largest, peak = size, torch.cuda.max_memory_allocated(DEVICE) / 2**30
         size *= 2
-    kind = "fsdp" if wrapped else "plain"
+    kind = "fsdp" if world is not None else "plain"
     return (
         f"{recipe:10s} {kind:6s} chosen {chosen:4d} ({seconds:.1f} s)  largest by hand {largest:4d}  "
         f"peak {peak:6.1f} GiB  loss {loss:.5f}  | {why}"
     )
 
 
-def run_step(config: RunConfig, model: nn.Module, optimizer: Optimizer, spread: Spread | None, size: int) -> float:
-    """One step of two microbatches; gives its loss."""
-    config = config.model_copy(update={"global_train_batch_size": 2 * size})
+def run_step(config: RunConfig, executor: Executor, optimizer: Optimizer, size: int) -> float:
+    """One step of two microbatches. Return its loss."""
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (2 * size, config.max_seq_len))
-    step = TrainStep(config, model, optimizer, DEVICE, size, spread)
-    loss = step.run(Batch(tokens, tokens, np.arange(2 * size)))[0]
+    executor.microbatch = size
+    executor.config = config.model_copy(update={"global_train_batch_size": 2 * size})  # type: ignore[attr-defined]
+    scaler = LossScale(DEVICE, enabled=False)
+    result = train_step(
+        executor, optimizer, scaler, Batch(tokens, tokens, np.arange(2 * size)), config.gradient_clipping
+    )
     torch.cuda.synchronize(DEVICE)
-    return float(loss)
+    return float(result.loss_share)
 
 
 def main() -> None:
     print(f"# python benchmarks/microbatch.py {' '.join(sys.argv[1:])}")
     print(f"# torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)
-    join_world(RankEnv(), DEVICE, 60)
+    world = join_world(RankEnv(), DEVICE, 60)
     overrides = [argument for argument in sys.argv[1:] if "=" in argument]
     for recipe in (argument for argument in sys.argv[1:] if "=" not in argument):
-        for wrapped in (False, True):
+        for wrapped in (None, world):
             print(measure(recipe, overrides, wrapped), flush=True)
             torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Runs of three real processes, the harm done to them, and the oracle: they end as if nothing had happened."""
+"""Runs of several real processes, faults injected into them, and the oracle: they end as if nothing had happened."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, Shared
 
 from ingot.checkpoint.load import open_weights
-from ingot.launch.supervisor.restart_policy import read_failures
+from ingot.launch.supervisor.failure_log import read_failures
 from ingot.report.metrics_file import read_rows
 
-BATCHES, EVERY, RANKS = 24, 4, 3
-WHOLE: dict[Path, Path] = {}
+BATCHES, EVERY = 24, 4
+RANKS = 2
 HOOK = str(Path(__file__).parent / "faults" / "hook")
 ARGUMENTS = [*TINY, f"max_duration={BATCHES}ba", f"save_interval={EVERY}ba", "data.eval=null", "loggers.samples=true",
              "optimizer.eps=1e-5", "global_train_batch_size=9"]  # fmt: skip
@@ -26,8 +26,9 @@ ARGUMENTS = [*TINY, f"max_duration={BATCHES}ba", f"save_interval={EVERY}ba", "da
 class Run:
     """`ingot train` in a folder, as a user starts it, with a fault to come."""
 
-    def __init__(self, data: Path, folder: Path, *more: str, nproc: int = RANKS, **fault: object):
+    def __init__(self, data: Path, folder: Path, *more: str, nproc: int | None = None, **fault: object):
         self.folder = folder
+        nproc = RANKS if nproc is None else nproc
         self.command = [sys.executable, "-m", "ingot.cli.main", "train", *ARGUMENTS, f"data={data}",
                         f"save_folder={folder}", "--nproc", str(nproc), *more]  # fmt: skip
         path = os.pathsep.join(filter(None, [HOOK, os.environ.get("PYTHONPATH")]))
@@ -40,7 +41,7 @@ class Run:
         return self
 
     def end(self, code: int = 0, timeout: float = 150) -> str:
-        """Wait for it; gives all that it said."""
+        """Wait for it; returns everything that it printed."""
         out, errors = self.process.communicate(timeout=timeout)
         assert self.process.returncode == code, (self.process.returncode, out, errors)
         return out + errors
@@ -106,10 +107,15 @@ def assert_as_if_nothing_happened(folder: Path, whole: Path, close: float | None
     assert not (folder / "owner.json").exists()
 
 
-@pytest.fixture(scope="session")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(autouse=True)
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of ranks of each `Run` of a test: two, three in the slow set."""
+    count = 3 if request.node.get_closest_marker("slow") else 2
+    monkeypatch.setitem(globals(), "RANKS", count)
+    return count
+
+
+@pytest.fixture
+def whole(data: Path, shared: Shared, ranks: int) -> Path:
     """The uninterrupted run that all others must equal."""
-    if data not in WHOLE:  # a fixture that is imported belongs to each file anew
-        WHOLE[data] = tmp_path_factory.mktemp("whole") / "run"
-        Run(data, WHOLE[data]).run()
-    return WHOLE[data]
+    return shared(f"whole-{ranks}", lambda folder: Run(data, folder / "run", nproc=ranks).run()) / "run"

@@ -6,9 +6,9 @@ the smallest power of two of GPUs on which a step fits, one sequence at a time, 
 
 from itertools import takewhile
 
-from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
 from ingot.config.run import RunConfig
+from ingot.migrate import load_run_config
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import USABLE, StepShape, estimate_memory
 
@@ -27,7 +27,7 @@ def main() -> None:
     print("| model | parameters | state of all GPUs | " + " | ".join(DEVICES) + " |")
     print("|---|---:|---:|" + "---:|" * len(DEVICES))
     for name in (name for name in recipe_names() if name.startswith("mosaic_gpt-")):
-        config = load_config(RunConfig, [name])
+        config = load_run_config([name])
         needs = estimate_memory(config.model, Layout(), config.parallel, StepShape.of(config))
         state = (needs.weights + needs.gradients + needs.optimizer) / 1e9
         counts = [str(fewest_gpus(config, gigabytes * 1e9)) for gigabytes in DEVICES.values()]

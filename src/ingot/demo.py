@@ -6,7 +6,6 @@ library. The demo turns it into documents and a tokenizer; from there on it uses
 
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import DataError, disk_error
+from ingot.storage.atomic import write_whole
 
 CORPUS_BYTES = 12_000_000  # enough not to repeat in the demo's few minutes
 VOCAB_SIZE = 4096
@@ -35,7 +35,7 @@ def standard_library() -> Iterator[tuple[str, str]]:
 
 
 def write_corpus(folder: Path) -> tuple[int, int]:
-    """Write train.jsonl and val.jsonl, unless they are there; gives the number of documents and of bytes."""
+    """Write train.jsonl and val.jsonl, unless they exist; returns the number of documents and of bytes."""
     paths = {split: folder / f"{split}.jsonl" for split in ("train", "val")}
     if not all(path.is_file() for path in paths.values()):
         lines: dict[str, list[str]] = {"train": [], "val": []}
@@ -51,9 +51,7 @@ def write_corpus(folder: Path) -> tuple[int, int]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for split, path in paths.items():
-                draft = path.with_suffix(".partial")
-                draft.write_text("".join(lines[split]), encoding="utf-8")
-                os.replace(draft, path)
+                write_whole(path, "".join(lines[split]))
         except OSError as error:
             raise disk_error("write the corpus to", folder, error) from None
     documents = 0
@@ -64,7 +62,7 @@ def write_corpus(folder: Path) -> tuple[int, int]:
 
 
 def make_tokenizer(corpus: Path, folder: Path) -> int:
-    """Train a byte-level BPE tokenizer on the training documents, unless it is there; gives its size."""
+    """Train a byte-level BPE tokenizer on the training documents, unless it exists; returns its size."""
     if not (folder / "tokenizer.json").is_file():
         with (corpus / "train.jsonl").open(encoding="utf-8") as file:
             train_tokenizer((json.loads(line)["text"] for line in file), VOCAB_SIZE, folder)

@@ -1,28 +1,28 @@
-"""What can go wrong through no fault of the program. Each carries one sentence for the user: what, where, what to do.
+"""Errors that are not bugs. Each is one sentence for the user: what was wrong, where, what to do.
 
-Anything else that escapes is a defect of ours and ends with exit code 1.
+Any other exception that reaches the user is a bug of ingot and ends with exit code 1.
 """
 
 import shlex
 
 EXIT_FINISHED = 0
-EXIT_FAULT = 1  # something broke that may work on a second try
+EXIT_FAULT = 1  # a failure that a retry may fix
 EXIT_USER_ERROR = 2  # the same command would fail again
-EXIT_GIVEN_UP = 3  # tried again, to no avail: the same failure twice, or no progress; a human must look
-EXIT_CONTINUE = 75  # stopped as asked, with a checkpoint: the same command continues (EX_TEMPFAIL of sysexits.h)
+EXIT_GIVEN_UP = 3  # retries did not help: the same failure twice, or no progress; a human must look
+EXIT_CONTINUE = 75  # stopped on request after a checkpoint: the same command continues (EX_TEMPFAIL in sysexits.h)
 
 EXTRAS = {"hf": ("transformers>=5.0", "datasets>=4.0"), "tensorboard": ("tensorboard>=2.16",)}
 """Optional packages, as in pyproject.toml (a test compares them)."""
 
 
 class IngotError(Exception):
-    """A failure that the user can act on. The message is the whole report: no stack trace is shown."""
+    """A failure that the user can act on. Only the message is shown, without a stack trace."""
 
     exit_code = EXIT_USER_ERROR
 
 
 class ConfigError(IngotError):
-    """The description of the run is wrong."""
+    """The config or the command line is wrong."""
 
 
 class DataError(IngotError):
@@ -30,15 +30,15 @@ class DataError(IngotError):
 
 
 class CheckpointError(IngotError):
-    """A checkpoint is missing, damaged, foreign, or of another model."""
+    """A checkpoint is missing, damaged, from other software, or of another model."""
 
 
 class NumericError(IngotError):
-    """The loss or the gradient is not a number, or jumped."""
+    """The loss or a gradient is NaN or infinite, or the loss spiked."""
 
 
 class OwnerError(IngotError):
-    """Another process writes in the run folder."""
+    """Another process owns the run folder."""
 
 
 class DiskError(IngotError):
@@ -48,18 +48,18 @@ class DiskError(IngotError):
 
 
 def disk_error(action: str, path: object, error: OSError) -> DiskError:
-    """The one sentence for a failed write."""
+    """The error for a failed write."""
     reason = error.strerror or str(error)
     return DiskError(f"cannot {action} {path}: {reason}; free some space or choose another folder with save_folder=...")
 
 
 class MissingExtra(IngotError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""
 
     def __init__(self, what: str, extra: str):
         super().__init__(f"{what} needs the optional packages '{extra}', which are not installed: {install(extra)}")
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra. It names the packages, since an extra has no name outside a clone."""
+    """The command that installs an extra, by package names: `ingot` on the package index is another project."""
     return f"pip install {' '.join(map(shlex.quote, EXTRAS[extra]))}"

@@ -12,6 +12,7 @@ from object_store import bucket
 from test_saver import assert_equal, read, state
 
 import ingot.storage.object_store as remote_module
+from ingot.api import train
 from ingot.checkpoint.location import CheckpointLocation, find_checkpoints
 from ingot.checkpoint.manifest import MODEL, steps_in
 from ingot.checkpoint.remote_copy import Uploader, newest_good
@@ -20,7 +21,6 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, ConfigError, DiskError
 from ingot.parallel.coordinator import LocalCoordinator
-from ingot.report.listeners import train
 from ingot.report.metrics_file import read_rows
 from ingot.storage.object_store import Remote
 
@@ -177,7 +177,7 @@ def test_the_manifest_goes_up_after_everything_else(
 
 
 def test_two_urls_are_refused() -> None:
-    with pytest.raises(ConfigError, match="save_folder is at a URL already"):
+    with pytest.raises(ConfigError, match="save_folder is already a URL"):
         load_config(RunConfig, ["save_folder=s3://a/b", "remote_save_folder=s3://c/d"])
 
 

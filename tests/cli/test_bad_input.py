@@ -13,12 +13,23 @@ from ingot.data.tokenizer_training import train_tokenizer
 
 
 def refused(ingot: Ingot, *arguments: str, **options: object) -> str:
-    """Run a command that must fail as a user's mistake; gives what it said."""
+    """Run a command that must fail with a user error; returns its message."""
     done = ingot(*arguments, check=False, **options)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr + done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train no-such-recipe data=x", "generate nowhere --prompt x", "export nowhere --to hf out", "eval nowhere",
+     "launch local --dry-run no-such-recipe data=x", "prepare --path nowhere --out_root out --tokenizer x",
+     "inspect nowhere"],
+)  # fmt: skip
+def test_each_command_ends_with_the_exit_code_of_a_user_error(ingot: Ingot, command: str) -> None:
+    """In a process of its own; the other refusals run in this process."""
+    refused(ingot, *command.split())
 
 
 @pytest.mark.parametrize(
@@ -37,29 +48,31 @@ def refused(ingot: Ingot, *arguments: str, **options: object) -> str:
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_written(
-    ingot: Ingot, data: Path, tmp_path: Path, override: str, words: str
+    ingot_here: Ingot, data: Path, tmp_path: Path, override: str, words: str
 ) -> None:
-    message = refused(ingot, "train", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", override)
+    message = refused(ingot_here, "train", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", override)
     assert words in message
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("verb", [["train"], ["launch", "slurm", "--dry-run"], ["launch", "local", "--dry-run"]])
-def test_a_name_that_leads_out_of_runs_is_refused(verb: list[str], ingot: Ingot, data: Path, tmp_path: Path) -> None:
+def test_a_name_that_leads_out_of_runs_is_refused(
+    verb: list[str], ingot_here: Ingot, data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "here").mkdir()
     options = [*TINY, f"data={data}", "name=../../escaped", "save_folder=null"]
-    message = refused(ingot, *verb, *options, cwd=tmp_path / "here")
+    message = refused(ingot_here, *verb, *options, cwd=tmp_path / "here")
     assert "name = '../../escaped': must be one plain name" in message
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
-def test_an_empty_data_folder_is_refused(ingot: Ingot, tmp_path: Path) -> None:
+def test_an_empty_data_folder_is_refused(ingot_here: Ingot, tmp_path: Path) -> None:
     (tmp_path / "empty" / "train").mkdir(parents=True)
-    message = refused(ingot, "train", *TINY, "data.train.path=empty", "data.train.split=train", "save_folder=run")
+    message = refused(ingot_here, "train", *TINY, "data.train.path=empty", "data.train.split=train", "save_folder=run")
     assert "empty" in message and not (tmp_path / "run").exists()
 
 
-def test_token_ids_beyond_the_vocabulary_are_refused(ingot: Ingot, data: Path, tmp_path: Path) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused(ingot_here: Ingot, data: Path, tmp_path: Path) -> None:
     shutil.copytree(data / "train", tmp_path / "bad")  # without its tokenizer beside it, and with one id spoilt
     (tmp_path / "bad" / "meta.json").unlink(missing_ok=True)
     shard = next((tmp_path / "bad").glob("*.mds"))
@@ -69,7 +82,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(ingot: Ingot, data: Path, t
     index = json.loads((tmp_path / "bad" / "index.json").read_text())
     index["shards"][0]["raw_data"]["hashes"] = {}
     (tmp_path / "bad" / "index.json").write_text(json.dumps(index))
-    message = refused(ingot, "train", *TINY, "data.train.path=bad", "max_duration=1ep", "save_folder=run")
+    message = refused(ingot_here, "train", *TINY, "data.train.path=bad", "max_duration=1ep", "save_folder=run")
     assert "60000" in message and "320" in message
 
 
@@ -92,9 +105,9 @@ def test_too_little_disk_space_is_found_before_the_first_step(data: Path, tmp_pa
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from ingot.api import train
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.report.listeners import train
 
     folder = tmp_path_factory.mktemp("trained") / "run"
     train(load_config(RunConfig, [*TINY, "max_duration=2ba", f"data={data}", f"save_folder={folder}"]))
@@ -108,7 +121,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["generate", "export"])
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_exported(
-    ingot: Ingot, trained: Path, tmp_path: Path, how: str, words: str, verb: str
+    ingot_here: Ingot, trained: Path, tmp_path: Path, how: str, words: str, verb: str
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "2"
@@ -133,30 +146,30 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_exported(
             files = {"../../../secret": content["files"]["model.safetensors"]}
             manifest.write_text(json.dumps(content | {"files": files}))
     arguments = ["generate", "run", "--prompt", "x"] if verb == "generate" else ["export", "run", "--to", "hf", "out"]
-    assert words in refused(ingot, *arguments)
+    assert words in refused(ingot_here, *arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_model_is_refused(ingot: Ingot, tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(ingot_here: Ingot, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    assert "holds no checkpoint" in refused(ingot, "generate", "folder", "--prompt", "x")
-    assert "no such run or checkpoint" in refused(ingot, "export", "nowhere", "--to", "hf", "out")
+    assert "holds no checkpoint" in refused(ingot_here, "generate", "folder", "--prompt", "x")
+    assert "no such run or checkpoint" in refused(ingot_here, "export", "nowhere", "--to", "hf", "out")
     np.savez(tmp_path / "folder" / "weights.npz", a=np.zeros(3))
-    assert "holds no checkpoint" in refused(ingot, "eval", "folder")
+    assert "holds no checkpoint" in refused(ingot_here, "eval", "folder")
 
 
 def test_a_checkpoint_of_another_shape_cannot_be_loaded_as_start(
-    ingot: Ingot, trained: Path, data: Path, tmp_path: Path
+    ingot_here: Ingot, trained: Path, data: Path, tmp_path: Path
 ) -> None:
     message = refused(
-        ingot, "train", *TINY, "model.d_model=64", f"load_path={trained}", f"data={data}", "save_folder=run"
+        ingot_here, "train", *TINY, "model.d_model=64", f"load_path={trained}", f"data={data}", "save_folder=run"
     )
     assert "has shape [" in message and ", and in this model [" in message and not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_too_large_for_the_model_is_refused(ingot: Ingot, data: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_too_large_for_the_model_is_refused(ingot_here: Ingot, data: Path, tmp_path: Path) -> None:
     train_tokenizer(SENTENCES, 400, tmp_path / "large")
-    message = refused(ingot, "train", *TINY, f"data={data}", "tokenizer=large", "save_folder=run")
+    message = refused(ingot_here, "train", *TINY, f"data={data}", "tokenizer=large", "save_folder=run")
     assert "tokens, model.vocab_size is 320; set model.vocab_size=" in message
 
 
@@ -173,9 +186,9 @@ def test_wrong_options_are_refused_by_name(ingot: Ingot) -> None:
 
 @pytest.mark.parametrize("verb", [("train",), ("launch", "local", "--profile", "cpu"), ("launch", "slurm", "-N", "1")])
 def test_a_run_without_a_recipe_is_refused_and_the_recipes_are_named(
-    ingot: Ingot, data: Path, tmp_path: Path, verb: tuple[str, ...]
+    ingot_here: Ingot, data: Path, tmp_path: Path, verb: tuple[str, ...]
 ) -> None:
-    message = refused(ingot, *verb, f"data={data}", "save_folder=run", "max_duration=1ba")
+    message = refused(ingot_here, *verb, f"data={data}", "save_folder=run", "max_duration=1ba")
     assert "names no recipe" in message and "mpt-125m" in message and "pythia-14m" in message
     assert not (tmp_path / "run").exists()
 

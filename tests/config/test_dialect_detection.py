@@ -7,9 +7,8 @@ import pytest
 import yaml
 from conftest import Ingot
 
-from ingot.config.load import load_config, translate
-from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.migrate import load_run_config, translate
 
 HERE = Path(__file__).parent
 MPT, PYTHIA, PILE = HERE / "foundry/mpt-125m.yaml", HERE / "neox/70M.yml", HERE / "neox/pile.yml"
@@ -17,22 +16,22 @@ MPT, PYTHIA, PILE = HERE / "foundry/mpt-125m.yaml", HERE / "neox/70M.yml", HERE 
 
 def error_of(*arguments: object, dialect: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(RunConfig, [str(argument) for argument in arguments], dialect=dialect)
+        load_run_config([str(argument) for argument in arguments], dialect=dialect)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["foundry", "neox", "megatron"])
 def test_every_file_is_recognised(name: str) -> None:
     for path in (HERE / name).iterdir():
-        assert translate(RunConfig, [str(path)]).dialect.name == name, path
+        assert translate([str(path)]).dialect.name == name, path
 
 
 def test_a_native_file_stays_native(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("seed: 3\nmodel: {d_model: 64, n_heads: 4}\ndata: {train: {path: x}}\n")
-    assert load_config(RunConfig, [str(path)]).model.d_model == 64
+    assert load_run_config([str(path)]).model.d_model == 64
     with pytest.raises(ConfigError, match="native config already"):
-        translate(RunConfig, [str(path)])
+        translate([str(path)])
 
 
 def test_a_file_of_no_known_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -62,8 +61,8 @@ def test_convert_prints_a_recipe_that_means_the_same_and_what_became_of_each_key
         printed = ingot("config", "convert", *map(str, files)).stdout
         recipe = tmp_path / "native.yaml"
         recipe.write_text(printed)
-        foreign = load_config(RunConfig, [str(file) for file in files])
-        assert load_config(RunConfig, [str(recipe), f"name={foreign.name}"]) == foreign
+        foreign = load_run_config([str(file) for file in files])
+        assert load_run_config([str(recipe), f"name={foreign.name}"]) == foreign
         assert "not needed: " in printed and " -> model.n_layers: " in printed
 
 

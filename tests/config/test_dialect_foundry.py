@@ -7,10 +7,10 @@ import pytest
 from decay import decayed
 
 from ingot.config.durations import BatchClock
-from ingot.config.load import load_config, translate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_shapes
+from ingot.migrate import load_run_config, translate
+from ingot.model.shapes import parameter_shapes
 from ingot.parallel.layout import Layout, complete_layout
 from ingot.training.schedule import lr_multiplier
 
@@ -37,12 +37,12 @@ EXPECTED = {
 
 
 def load(name: str, *overrides: str) -> RunConfig:
-    return load_config(RunConfig, [str(FILES / f"{name}.yaml"), *overrides])
+    return load_run_config([str(FILES / f"{name}.yaml"), *overrides])
 
 
 def error_of(*arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(RunConfig, [str(FILES / "mpt-125m.yaml"), *arguments])
+        load_run_config([str(FILES / "mpt-125m.yaml"), *arguments])
     return str(caught.value)
 
 
@@ -119,7 +119,7 @@ def test_mosaic_gpt_before_its_new_defaults_starts_from_a_normal_with_plain_norm
     path.write_text(text.replace("  device: meta", f"  {device}: meta"))
 
     def model(*more: str) -> tuple[str, float, str]:
-        config = load_config(RunConfig, [str(path), *more]).model
+        config = load_run_config([str(path), *more]).model
         return config.init, config.init_std, config.norm
 
     assert model() == ("normal", 0.02, "layernorm")
@@ -219,8 +219,8 @@ def test_initialisations_keep_their_scheme(init: str, expected: tuple[str, str])
         ("precision=amp_fp8", "not supported; possible here: amp_bf16"),
         ("algorithms.gradient_clipping.clipping_type=adaptive", "not supported; possible here: norm"),
         ("callbacks.early_stopper.patience=3", "not available here"),
-        ("optimizer.param_groups=[{lr: 1}]", "one set of values"),
-        ("code_paths=[x.py]", "code of others is not run"),
+        ("optimizer.param_groups=[{lr: 1}]", "trained with the same settings"),
+        ("code_paths=[x.py]", "foreign code is not run"),
         ("load_path=x.pt", "load_weights_only=true"),
         ("train_loader.dataset.max_seq_len=1024", "is not max_seq_len 2048"),
         ("train_loader.dataset.local=null", "name the folder of the data"),
@@ -242,7 +242,7 @@ def test_errors_of_values_name_the_foreign_key_and_line() -> None:
         "command line (model.n_heads): model.n_heads: 7 heads"
     )
     path = FILES / "mpt-125m.yaml"
-    translation = translate(RunConfig, [str(path)])
+    translation = translate([str(path)])
     assert translation.origins["model.d_model"] == place
 
 
@@ -254,7 +254,7 @@ def test_weight_decay_reaches_every_parameter_as_in_composer() -> None:
 
 def test_every_key_of_a_file_is_accounted_for() -> None:
     for name in EXPECTED:
-        translation = translate(RunConfig, [str(FILES / f"{name}.yaml")])
+        translation = translate([str(FILES / f"{name}.yaml")])
         assert set(translation.given) <= set(translation.rows) and not translation.problems
-    rows = translate(RunConfig, [str(FILES / "mpt-small-cpu.yaml")]).rows
+    rows = translate([str(FILES / "mpt-small-cpu.yaml")]).rows
     assert rows["icl_tasks"].text.startswith("not run here") and rows["autoresume"].fate == "not needed"

@@ -8,10 +8,10 @@ import pytest
 from decay import decayed
 
 from ingot.config.durations import BatchClock
-from ingot.config.load import load_config, translate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_shapes
+from ingot.migrate import load_run_config, translate
+from ingot.model.shapes import parameter_shapes
 from ingot.training.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "megatron"
@@ -40,7 +40,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(name: str, *more: str) -> RunConfig:
-    return load_config(RunConfig, [*arguments_of(name), *more])
+    return load_run_config([*arguments_of(name), *more])
 
 
 def arguments_of(name: str) -> list[str]:
@@ -50,7 +50,7 @@ def arguments_of(name: str) -> list[str]:
 
 def error_of(*arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(RunConfig, arguments)
+        load_run_config(arguments)
     return str(caught.value)
 
 
@@ -158,10 +158,10 @@ def test_the_batch_follows_from_the_processes_if_it_is_not_given(monkeypatch: py
     path = str(FILES / "linear-untied.yaml")
     assert "linear-untied.yaml:7: micro_batch_size = 8: " in error_of(path)
     assert "give global_batch_size=..." in error_of(path)
-    assert load_config(RunConfig, [path, "nproc-per-node=8", "nnodes=4"]).global_train_batch_size == 8 * 32
+    assert load_run_config([path, "nproc-per-node=8", "nnodes=4"]).global_train_batch_size == 8 * 32
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert load_config(RunConfig, [path]).global_train_batch_size == 8 * 16
-    assert load_config(RunConfig, [path, "tensor-model-parallel-size=4"]).global_train_batch_size == 8 * 4
+    assert load_run_config([path]).global_train_batch_size == 8 * 16
+    assert load_run_config([path, "tensor-model-parallel-size=4"]).global_train_batch_size == 8 * 4
     assert "16 are not a multiple of 3" in error_of(path, "tensor-model-parallel-size=3")
 
 
@@ -187,10 +187,10 @@ def test_gated_widths_without_a_size_are_megatrons() -> None:
 
 
 def test_an_argument_list_is_read_as_words() -> None:
-    config = load_config(RunConfig, SMALL)
+    config = load_run_config(SMALL)
     assert (config.model.n_layers, config.parallel.tensor, config.precision) == (24, 2, "bf16")
     assert {n: (s.path, s.weight) for n, s in config.data.train.mix.items()} == {"A": ("A", 0.3), "B": ("B", 0.7)}
-    assert load_config(RunConfig, [*SMALL, "--lr", "3e-4", "--lr=5e-4"]).optimizer.lr == 5e-4  # the last counts
+    assert load_run_config([*SMALL, "--lr", "3e-4", "--lr=5e-4"]).optimizer.lr == 5e-4  # the last counts
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_an_argument_list_is_read_as_words() -> None:
      ("--recompute-granularity selective", "selective"), ("--checkpoint-activations", True)],
 )  # fmt: skip
 def test_recomputation_keeps_its_granularity(argument: str, expected: bool | str) -> None:
-    assert load_config(RunConfig, [*SMALL, *argument.split()]).activation_checkpointing == expected
+    assert load_run_config([*SMALL, *argument.split()]).activation_checkpointing == expected
 
 
 def test_arguments_after_a_script_override_it() -> None:
@@ -208,7 +208,7 @@ def test_arguments_after_a_script_override_it() -> None:
 
 
 def test_a_restart_with_less_memory_may_add_its_microbatch_to_any_vocabulary() -> None:
-    assert load_config(RunConfig, [*SMALL, "device_train_microbatch_size=2"]).device_train_microbatch_size == 2
+    assert load_run_config([*SMALL, "device_train_microbatch_size=2"]).device_train_microbatch_size == 2
 
 
 SCRIPTS = {
@@ -249,7 +249,7 @@ SCRIPTS = {
 def test_scripts_are_read_in_every_form_that_megatron_ships(tmp_path: Path, form: str) -> None:
     script = tmp_path / "run.sh"
     script.write_text(SCRIPTS[form])
-    config = load_config(RunConfig, [str(script)])
+    config = load_run_config([str(script)])
     assert (config.model.n_layers, config.max_seq_len, config.optimizer.lr, config.precision) == (
         24,
         2048,
@@ -266,7 +266,7 @@ def test_a_test_case_of_megatrons_own_is_read(tmp_path: Path) -> None:
     case.write_text(
         f"ENV_VARS:\n  NCCL_ALGO: Ring\nMODEL_ARGS:\n{arguments}\n  --train-data-path: ${{D}}/A\nTEST_TYPE: x\n"
     )
-    assert load_config(RunConfig, [str(case), "train-data-path=data/A"]).model.n_layers == 24
+    assert load_run_config([str(case), "train-data-path=data/A"]).model.n_layers == 24
     assert "model_config.yaml:13: train_data_path: Interpolation key 'D' not found" in error_of(str(case))
     case.write_text(case.read_text().replace("--hidden-size", "--hidden-sise"))
     assert "model_config.yaml:5: unknown key hidden_sise" in error_of(str(case), "train-data-path=data/A")
@@ -310,11 +310,11 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
         ("--step-batch-size-schedule '0:16 2.4B:320'", "the batch is the same at every step"),
         ("--num-experts 8", "mixtures of experts are not supported"),
         ("--hybrid-override-pattern M-M", "Mamba and hybrid models are not supported"),
-        ("--squared-relu", "the model here has no such part"),
-        ("--quick-geglu", "the model here has no such part"),
-        ("--use-rope-scaling", "the model here has no such part"),
+        ("--squared-relu", "not supported by the model here"),
+        ("--quick-geglu", "not supported by the model here"),
+        ("--use-rope-scaling", "not supported by the model here"),
         ("--window-size 128 128", "a token cannot see what comes after it"),
-        ("--multi-latent-attention", "the model here has no such part"),
+        ("--multi-latent-attention", "not supported by the model here"),
         ("--encoder-num-layers 12", "T5 and BERT are not supported, only GPT"),
         ("--decoder-seq-length 128", "T5 and BERT are not supported, only GPT"),
         ("--split 0,1,1 --train-data-path --valid-data-path --data-path C", "such as 969,30,1"),
@@ -323,8 +323,8 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
             "which token ends",
         ),
         ("--fp8-format hybrid", "use bf16"),
-        ("--loss-scale 1024", "a loss scale that stands still"),
-        ("--loss-scale-window 500", "only the usual window"),
+        ("--loss-scale 1024", "a fixed loss scale"),
+        ("--loss-scale-window 500", "only the default window"),
         ("--optimizer sgd", "optimizer = sgd: not supported; possible here: adam"),
         ("--lr-decay-style WSD", "lr_wsd_decay_iters = (default): is missing"),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 2000", "longer than what the warmup leaves"),
@@ -370,7 +370,7 @@ def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None
 def test_documents_begin_anew_after_the_tokenizers_last_token() -> None:
     config = load("documents.sh")
     assert (config.model.document_mask, config.model.document_positions, config.mask_eos_loss) == (True, True, True)
-    assert config.model.eos_token_id == config.unscored == 50256
+    assert config.model.eos_token_id == config.no_loss_after_token == 50256
     arguments = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "32000"]
     assert load("documents.sh", *arguments).model.eos_token_id == 31999
     assert load("documents.sh", *arguments, "--null-tokenizer-eod-id", "5").model.eos_token_id == 5
@@ -395,6 +395,6 @@ def test_every_argument_is_accounted_for() -> None:
              "inverse-sqrt.yaml", "documents.sh"]  # fmt: skip
     assert sorted(names) == sorted(path.name for path in FILES.iterdir()) and len(names) >= 12
     for name in names:
-        translation = translate(RunConfig, arguments_of(name))
+        translation = translate(arguments_of(name))
         assert translation.dialect.name == "megatron" and not translation.problems
         assert set(translation.given) <= set(translation.rows)

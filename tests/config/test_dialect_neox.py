@@ -8,10 +8,10 @@ import pytest
 from decay import decayed
 
 from ingot.config.durations import BatchClock
-from ingot.config.load import load_config, translate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.model.gpt import parameter_shapes
+from ingot.migrate import load_run_config, translate
+from ingot.model.shapes import parameter_shapes
 from ingot.training.schedule import lr_multiplier
 
 FILES = Path(__file__).parent / "neox"
@@ -37,7 +37,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(*arguments: str) -> RunConfig:
-    return load_config(RunConfig, arguments, dialect="neox")
+    return load_run_config(arguments, dialect="neox")
 
 
 def pythia(name: str, *overrides: str) -> RunConfig:
@@ -84,7 +84,7 @@ def test_without_a_global_batch_it_follows_from_the_processes(name: str, monkeyp
     assert load(*files, "num_gpus=8", "num_nodes=4").global_train_batch_size == per_process * 32 // tensor
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert load(*files).global_train_batch_size == per_process * 64 // tensor
-    assert "for 64 processes, from WORLD_SIZE" in "".join(translate(RunConfig, files).comments())
+    assert "for 64 processes, from WORLD_SIZE" in "".join(translate(files).comments())
 
 
 def neox_lr(it: int, warmup: float, end: int, lr: float, min_lr: float, style: str) -> float:
@@ -223,13 +223,13 @@ def test_json_that_neox_does_not_read_is_refused_with_its_line(tmp_path: Path, t
         (["activation=geglu"], "activation = geglu: not supported; possible here: gelu, swiglu"),
         (["pos_emb=rpe"], "not supported"),
         (["sliding_window_width=0"], "at least 1"),
-        (["gpt_j_tied=true"], "the model here has no such part"),
+        (["gpt_j_tied=true"], "not supported by the model here"),
         (["use_mup=true"], "set the learning rate"),
         (["z_loss=0.1"], "the loss is the cross-entropy alone"),
         (["use_qk_layernorm=true"], "NeoX's share one"),
         (["model_arch=t5"], "T5 is not supported"),
         (["lr_decay_iters=1000"], "NeoX's cosine rises again"),
-        (["fp16.loss_scale_window=250"], "only the usual window is accepted"),
+        (["fp16.loss_scale_window=250"], "only the default window is accepted"),
         (["fp16.loss_scale=1024"], "use loss_scale 0"),
         (["optimizer.type=sm3"], "possible here: adam"),
         (["init_method=xavier_normal"], "init_method = xavier_normal: not supported"),
@@ -273,7 +273,7 @@ def test_biases_of_norms_and_initialisation_by_neoxs_names() -> None:
     assert (model.no_bias, model.norm_bias, model.init, model.residual_init) == (True, True, "normal", "same")
     assert model.parameters == 50304 * 512 + 8 * (12 * 512**2 + 2 * 2 * 512) + 2 * 512
     assert (config.mask_eos_loss, model.eos_token_id, config.global_train_batch_size) == (True, 0, 64)
-    assert "use_bias_in_norms" in translate(RunConfig, [str(FILES / "exponential.yml")]).rows
+    assert "use_bias_in_norms" in translate([str(FILES / "exponential.yml")]).rows
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,10 @@ def test_every_key_of_a_file_is_accounted_for() -> None:
         ("llama-1b.yml",),
         ("exponential.yml",),
     ]:
-        translation = translate(RunConfig, [name if "=" in name else str(FILES / name) for name in files])
+        translation = translate([name if "=" in name else str(FILES / name) for name in files])
         assert translation.dialect.name == "neox" and not translation.problems
         assert set(translation.given) <= set(translation.rows)
-    rows = translate(RunConfig, [str(FILES / "70M.yml"), PILE]).rows
+    rows = translate([str(FILES / "70M.yml"), PILE]).rows
     assert rows["launcher"].text.startswith("where a run runs") and rows["extra_save_iters"].text.startswith(
         "not saved here"
     )

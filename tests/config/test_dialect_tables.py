@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from ingot.config.base import known_keys
-from ingot.config.load import load_config, translate, validate
+from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.migrate import DIALECTS
+from ingot.migrate import DIALECTS, load_run_config, translate
 from ingot.migrate.translation import BECAME, Translation
 
 HERE = Path(__file__).parent
@@ -26,21 +26,21 @@ def base_arguments(name: str) -> list[str]:
 
 
 def base(name: str) -> dict[str, Any]:
-    return translate(RunConfig, base_arguments(name)).given
+    return translate(base_arguments(name)).given
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_key_stands_in_one_table_only(name: str) -> None:
     d = DIALECTS[name]
-    keys = [*d.natives, *d.choices, *d.reasons, *d.refusals, *d.computed.split()]
+    keys = [*d.table["renamed"], *d.table["choices"], *d.reasons, *d.refusals, *d.table["computed"]]
     assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_tables_name_native_keys_that_there_are(name: str) -> None:
     d = DIALECTS[name]
-    named = {*d.natives.values(), *(entry.split()[0] for entry in d.choices.values())}
-    assert named <= NATIVE and set(d.defaults) <= set(d.natives)
+    named = {*d.table["renamed"].values(), *(e["native"] for e in d.table["choices"].values() if "native" in e)}
+    assert named <= NATIVE and set(d.table["defaults"]) <= set(d.table["renamed"])
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -48,7 +48,7 @@ def test_tables_name_native_keys_that_there_are(name: str) -> None:
 def test_odd_values_are_translated_or_refused_but_never_break(name: str, value: object) -> None:
     given = base(name)
     dialect = DIALECTS[name]
-    for key in (*dialect.natives, *dialect.choices, *dialect.computed.split()):
+    for key in (*dialect.table["renamed"], *dialect.table["choices"], *dialect.table["computed"]):
         translation = Translation(dialect, {**given, key: value}, {}).run()
         assert key in translation.rows
         try:
@@ -79,14 +79,15 @@ def test_every_computed_key_is_read_by_the_translation(name: str, monkeypatch: p
     }
     for overrides in [[], *rare[name]]:
         for path in sorted((HERE / name).iterdir()):
-            translate(RunConfig, [str(path), *overrides])
+            translate([str(path), *overrides])
     by_prefix = {
         "compile_config",
         "algorithms.low_precision_layernorm",
         "train_loader.dataset.streams",
         "eval_loader.dataset.streams",
     }
-    assert set(DIALECTS[name].computed.split()) - read <= by_prefix
+    table = DIALECTS[name].table
+    assert {*table["computed"], *table["choices"]} - read <= by_prefix
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -109,8 +110,8 @@ def test_unknown_keys_never_pass(name: str) -> None:
 def test_a_window_of_the_peers_does_not_count_the_token_itself(name: str, override: str) -> None:
     """They see as far as token i - 512."""
     files = base_arguments(name)
-    assert load_config(RunConfig, [*files, override]).model.sliding_window == 513
-    assert load_config(RunConfig, files).model.sliding_window is None
+    assert load_run_config([*files, override]).model.sliding_window == 513
+    assert load_run_config(files).model.sliding_window is None
 
 
 def test_a_refused_key_keeps_its_reason_and_others_their_rows() -> None:

@@ -5,7 +5,7 @@ import pytest
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
 from ingot.config.run import RunConfig
-from ingot.model.gpt import flops_per_token
+from ingot.model.shapes import flops_per_token
 
 # name: (parameters, layers, width, heads, peak lr, global batch, duration)
 MPT = {

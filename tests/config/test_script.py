@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.migrate import load_run_config
 
 B = ("--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
      "--micro-batch-size 2 --global-batch-size 16 --lr 3e-4 --train-iters 1000 --data-path d --eval-interval 100 "
@@ -25,7 +25,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def convert(tmp_path: Path, lines: list[str], *more: str) -> RunConfig:
     script = tmp_path / "run.sh"
     script.write_text("#!/bin/bash\n" + "\n".join(lines) + "\n")
-    return load_config(RunConfig, [str(script), *more])
+    return load_run_config([str(script), *more])
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ import ingot.storage.object_store as remote_module
 from ingot.config.data import SourceConfig
 from ingot.data.formats.mds_reader import ShardFile
 from ingot.data.loading.batch_loader import BatchLoader
-from ingot.data.loading.open_dataset import Dataset, open_dataset
-from ingot.data.loading.shard_cache import Cache, Wanted
+from ingot.data.loading.open_dataset import open_dataset
+from ingot.data.loading.shard_cache import CachedFile, ShardCache
+from ingot.data.loading.token_dataset import Dataset
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
 from ingot.storage.object_store import Remote
@@ -144,10 +145,10 @@ def leftovers(cache: Path) -> list[str]:
     return [p.name for p in cache.rglob("*") if p.suffix in (".part", ".tmp")]
 
 
-def wanted(path: Path) -> Wanted:
+def wanted(path: Path) -> CachedFile:
     content = path.read_bytes()
     file = ShardFile(path.name, len(content), {"sha256": hashlib.sha256(content).hexdigest()})
-    return Wanted(file, file)
+    return CachedFile(file, file)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -186,7 +187,7 @@ def test_a_remote_pair_without_its_bin_is_refused(tmp_path: Path, server: Server
     write_pair(server.folder / "data/web_document", DOCUMENTS)
     (server.folder / "data/web_document.bin").unlink()
     source = SourceConfig(path=str(tmp_path / "cache"), remote=f"{server.url}/data/web_document")
-    with pytest.raises(DataError, match=r"web_document\.bin has 0 bytes where its \.idx says 58"):
+    with pytest.raises(DataError, match=r"web_document\.bin has 0 bytes, but its \.idx says 58"):
         open_dataset(source, 4)
 
 
@@ -231,8 +232,8 @@ def test_a_silent_server_is_given_up_and_asked_again(
     [
         (503, r"shard\.00000\.mds could not be fetched in 5 attempts"),
         ("short", "could not be fetched in 5 attempts"),
-        ("corrupt", "could not be fetched in 5 attempts: its sha1 is .* where the index says"),
-        (404, r"shard\.00000\.mds does not exist, though the index names it"),
+        ("corrupt", "could not be fetched in 5 attempts: its sha1 is .*, but the index says"),
+        (404, r"shard\.00000\.mds does not exist, but the index lists it"),
         (403, "is forbidden"),
     ],
 )
@@ -306,7 +307,7 @@ def test_a_file_of_another_size_in_the_cache_is_not_overwritten(tmp_path: Path, 
     (tmp_path / "cache").mkdir()
     mine = tmp_path / "cache/shard.00000.mds"
     mine.write_bytes(b"something of the user")
-    with pytest.raises(DataError, match=r"shard\.00000\.mds has 21 bytes where"):
+    with pytest.raises(DataError, match=r"shard\.00000\.mds has 21 bytes, but"):
         all_tokens(stream(server, tmp_path / "cache"))
     assert mine.read_bytes() == b"something of the user"
 
@@ -321,7 +322,7 @@ def test_a_compressed_shard_that_unpacks_to_more_than_it_says_is_stopped(tmp_pat
 def test_an_unknown_compression_is_named(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "data", SHARDS, compression="zstd")
     edit_index(folder, lambda index: [s.update(compression="snappy") for s in index["shards"]])
-    with pytest.raises(DataError, match="'snappy'; only zstd, gz, bz2"):
+    with pytest.raises(DataError, match="'snappy' are not supported; use zstd, gz, bz2"):
         all_tokens(open_dataset(SourceConfig(path=str(folder)), 16))
 
 
@@ -413,7 +414,7 @@ def test_a_limit_below_two_shards_is_refused(tmp_path: Path, server: Server) -> 
 
 def test_shards_are_fetched_before_they_are_needed(tmp_path: Path, server: Server) -> None:
     write_mds(server.folder / "data", SHARDS)
-    cache = Cache(tmp_path / "cache", Remote(f"{server.url}/data"))
+    cache = ShardCache(tmp_path / "cache", Remote(f"{server.url}/data"))
     files = [wanted(path) for path in sorted((server.folder / "data").glob("*.mds"))]
     cache.announce(files[:2], files[2:])
     with cache._changed:
@@ -437,7 +438,7 @@ def test_the_loader_has_shards_fetched_long_before_it_needs_them(tmp_path: Path,
 def test_announced_shards_do_not_push_out_those_in_use(tmp_path: Path, server: Server) -> None:
     write_mds(server.folder / "data", [[random_tokens(64, seed=i)] for i in range(6)])
     files = [wanted(path) for path in sorted((server.folder / "data").glob("*.mds"))]
-    cache = Cache(tmp_path / "cache", Remote(f"{server.url}/data"), limit=3 * files[0].target.bytes)
+    cache = ShardCache(tmp_path / "cache", Remote(f"{server.url}/data"), limit=3 * files[0].target.bytes)
     for file in files[:3]:
         cache.ensure(file)
     cache.announce(files[:3], files[3:])
@@ -451,7 +452,7 @@ def test_many_threads_fetch_a_shard_once(tmp_path: Path, server: Server) -> None
     file = wanted(server.folder / "data/shard.00000.mds")
     server.faults = lambda name, earlier: "stall"
     server.gate.clear()
-    caches = [Cache(tmp_path / "cache", Remote(f"{server.url}/data")) for _ in range(6)]
+    caches = [ShardCache(tmp_path / "cache", Remote(f"{server.url}/data")) for _ in range(6)]
     found: list[Path] = []
     threads = [threading.Thread(target=lambda c=c: found.append(c.ensure(file))) for c in caches]
     for thread in threads:
@@ -487,7 +488,7 @@ def test_processes_that_start_together_after_a_kill_sweep_up_beside_each_other(t
         for i in range(40):
             (state / f"shard.{i:05}.mds.own").write_text("{}")  # marks of files that are gone
         with ThreadPoolExecutor(4) as pool:
-            for opened in [pool.submit(Cache, tmp_path / "cache", Remote(str(tmp_path))) for _ in range(4)]:
+            for opened in [pool.submit(ShardCache, tmp_path / "cache", Remote(str(tmp_path))) for _ in range(4)]:
                 opened.result()
         assert not list(state.glob("*.own"))
 
@@ -541,7 +542,7 @@ def test_a_process_killed_in_a_download_blocks_nobody_and_leaves_nothing(tmp_pat
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert not (cache / "shard.00000.mds").exists()
-    Cache(cache, Remote(f"{server.url}/data"))  # the next start
+    ShardCache(cache, Remote(f"{server.url}/data"))  # the next start
     assert leftovers(cache) == []
     dataset = stream(server, cache)
     assert (all_tokens(dataset) == flatten(SHARDS)).all()
@@ -588,7 +589,7 @@ def test_a_closed_cache_stops_its_downloads_and_removes_what_it_began(tmp_path: 
     write_mds(server.folder / "data", SHARDS)
     server.gate.clear()
     server.faults = lambda name, earlier: "stall"
-    cache = Cache(tmp_path / "cache", Remote(f"{server.url}/data"), threads=1)
+    cache = ShardCache(tmp_path / "cache", Remote(f"{server.url}/data"), threads=1)
     cache.announce([wanted(server.folder / "data/shard.00000.mds")], [])
     assert server.stopped.wait(60)
     closing = threading.Thread(target=cache.close)
@@ -601,7 +602,7 @@ def test_a_closed_cache_stops_its_downloads_and_removes_what_it_began(tmp_path: 
 def test_a_folder_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "data", SHARDS, compression="zstd")
     (folder / ".ingot").write_text("in the way")
-    with pytest.raises(DataError, match="set path to a folder that can be written, and remote"):
+    with pytest.raises(DataError, match="set path to a writable folder, and remote"):
         open_dataset(SourceConfig(path=str(folder)), 16)
 
 

@@ -1,4 +1,4 @@
-"""`inspect` tells what is there, and finds what is wrong with it."""
+"""`ingot inspect` describes a dataset and finds what is damaged."""
 
 import json
 from pathlib import Path
@@ -30,13 +30,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("format", ["mds", "indexed"])
-def test_it_tells_counts_and_verifies(format: str, made: Path) -> None:
+def test_it_prints_counts_and_verifies(format: str, made: Path) -> None:
     path = str(made / format)
     assert find_splits(path, None) == ["train", "val"]
     told = "\n".join(describe(path, "train", None, verify=True))
-    assert "1 documents, 6,400 bytes of text" in told
-    assert "agree" in told
-    assert "the one that made the data" in told
+    assert "1 document, 6,400 bytes of text" in told
+    assert "match" in told
+    assert "matches the data" in told
 
 
 @pytest.mark.parametrize("format", ["mds", "indexed"])
@@ -52,12 +52,12 @@ def test_the_loader_reads_it(format: str, made: Path) -> None:
     assert "tokens [8, 16]" in told and "samples/s" in told
 
 
-def test_a_remote_data_set_is_streamed_to_a_local_folder(made: Path, tmp_path: Path) -> None:
+def test_a_remote_dataset_is_streamed_to_a_local_folder(made: Path, tmp_path: Path) -> None:
     url = f"file://{made / 'mds'}"
     told = "\n".join(try_loader(url, "train", tmp_path / "cache", 16, 5))
     assert "samples/s" in told
     assert list((tmp_path / "cache" / "train").glob("shard.*"))
-    with pytest.raises(DataError, match="give --local"):
+    with pytest.raises(DataError, match="set --local"):
         list(describe(url, "train", None, verify=True))
 
 
@@ -73,7 +73,7 @@ def test_a_damaged_shard_is_found(made: Path, tmp_path: Path) -> None:
         list(describe(str(tmp_path / "copy"), "train", None, verify=True))
 
 
-def test_what_takes_long_says_how_far_it_is(
+def test_a_long_verification_shows_its_progress(
     made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list(describe(str(made / "mds"), "train", None, verify=True))
@@ -88,12 +88,12 @@ def test_a_foreign_tokenizer_is_found(made: Path, tmp_path: Path) -> None:
 
     shutil.copytree(made / "mds", tmp_path / "copy")
     train_tokenizer(["other"], 280, tmp_path / "copy" / "tokenizer")
-    with pytest.raises(DataError, match="not the one that made the data"):
+    with pytest.raises(DataError, match="not the tokenizer that made"):
         list(describe(str(tmp_path / "copy"), "train", None, verify=True))
 
 
-def test_text_kept_as_text_is_told_so(tmp_path: Path) -> None:
+def test_a_dataset_of_text_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text(TEXT)
     prepare(tmp_path / "x.txt", tmp_path / "out", tokenizer=None, show=lambda line: None)
     assert json.loads((tmp_path / "out" / "train" / "meta.json").read_text())["vocab_size"] is None
-    assert "not tokenized" in next(describe(str(tmp_path / "out"), "train", None, verify=True))
+    assert "contains text, not tokens" in next(describe(str(tmp_path / "out"), "train", None, verify=True))

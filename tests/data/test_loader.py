@@ -10,7 +10,8 @@ from mds_bytes import flatten, random_shards, write_mds
 
 from ingot.config.data import SourceConfig
 from ingot.data.loading.batch_loader import BatchLoader
-from ingot.data.loading.open_dataset import Dataset, open_dataset
+from ingot.data.loading.open_dataset import open_dataset
+from ingot.data.loading.token_dataset import Dataset
 from ingot.errors import DataError
 
 

@@ -50,7 +50,7 @@ def test_raw_bytes_columns_of_older_converters_read_back(tmp_path: Path, stored:
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd:7", "gz", "bz2"])
-def test_compressed_shards_are_unpacked_beside_themselves_once(tmp_path: Path, compression: str) -> None:
+def test_compressed_shards_are_decompressed_next_to_themselves_once(tmp_path: Path, compression: str) -> None:
     shards = random_shards()
     folder = write_mds(tmp_path / "data", shards, compression=compression)
     assert (all_tokens(folder) == flatten(shards)).all()
@@ -99,7 +99,7 @@ def test_a_shard_shorter_than_its_index_says_is_refused(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "data", random_shards())
     shard = folder / "shard.00001.mds"
     shard.write_bytes(shard.read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"shard\.00001\.mds has .* bytes where its index says"):
+    with pytest.raises(DataError, match=r"shard\.00001\.mds has .* bytes, but its index says"):
         open_dataset(SourceConfig(path=str(folder)), 16)
 
 
@@ -134,9 +134,9 @@ def test_pickled_columns_are_refused(tmp_path: Path) -> None:
         (lambda index: index.pop("shards"), "'shards' is missing"),
         (lambda index: index["shards"][0].pop("samples"), "'samples' is missing"),
         (lambda index: index["shards"][0].update(samples="many"), "not a valid MDS index"),
-        (lambda index: index["shards"][0].update(samples=10**6), "does not begin as an MDS shard of 1000000"),
+        (lambda index: index["shards"][0].update(samples=10**6), "does not start like an MDS shard of 1000000"),
         (lambda index: index["shards"][0].update(format="json"), "format 'json'"),
-        (lambda index: index["shards"][0].update(column_names=["text"]), "no column 'tokens' but text"),
+        (lambda index: index["shards"][0].update(column_names=["text"]), "the columns text but no column 'tokens'"),
         (lambda index: index["shards"][0].update(column_encodings=["ndarray:float32"]), "float32"),
         (lambda index: index["shards"][0].update(column_sizes=[]), "do not add up"),
         (lambda index: index["shards"].clear(), "is empty"),
@@ -160,7 +160,7 @@ def test_a_sample_encoded_unlike_its_neighbours_of_the_same_size_is_refused(tmp_
     samples = [np.arange(4, dtype=np.uint16), np.arange(2, dtype=np.uint32), np.arange(4, dtype=np.uint16)]
     dataset = open_dataset(SourceConfig(path=str(write_mds(tmp_path / "data", [samples], "ndarray"))), 2)
     assert dataset.gather(np.array([0]))[0].tolist() == [[0, 1]]
-    with pytest.raises(DataError, match="sample 1 is not encoded as the samples before it"):
+    with pytest.raises(DataError, match="sample 1 is encoded unlike the first one"):
         dataset.gather(np.array([2]))
 
 

@@ -122,9 +122,9 @@ def test_unchanged_shares_resume_to_the_very_same_order(tmp_path: Path) -> None:
 def test_other_data_under_the_name_of_a_source_is_refused(tmp_path: Path) -> None:
     state = open_mix(tmp_path, web=1, books=1).state()
     state["sources"]["books"] = "another"
-    with pytest.raises(DataError, match="the training data books is not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match="the training data books has changed since the checkpoint"):
         open_mix(tmp_path, web=1, books=1).resume(state, 5)
-    with pytest.raises(DataError, match="was trained on one data set, not on a mixture"):
+    with pytest.raises(DataError, match="was trained on a single dataset, not on a mixture"):
         open_mix(tmp_path, web=1, books=1).resume({"fingerprint": "of a single data set"}, 5)
 
 

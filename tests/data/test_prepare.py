@@ -15,15 +15,17 @@ import pytest
 from test_writers import read_mds, read_tokens
 from typer.testing import CliRunner
 
-from ingot.cli.prepare import PrepareCommand, translate
+from ingot.cli.options import SectionCommand
 from ingot.cli.prepare import prepare as prepare_command
+from ingot.cli.prepare import translate
 from ingot.config.data import SourceConfig
 from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
 from ingot.data.prepare import pieces as sources
+from ingot.data.prepare.journal import SplitReport
 from ingot.data.prepare.pool import Pool, WorkerProcess
 from ingot.data.prepare.prepare import PrepareReport, prepare
-from ingot.data.prepare.scheduler import SplitJob, SplitReport
+from ingot.data.prepare.scheduler import SplitJob
 from ingot.data.prepare.tokenize_engine import choose_engine
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
@@ -677,7 +679,7 @@ def command(*arguments: str) -> str:
     import typer
 
     app = typer.Typer()
-    app.command(cls=PrepareCommand)(prepare_command)
+    app.command(cls=SectionCommand)(prepare_command)
     result = CliRunner().invoke(app, list(arguments))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -756,7 +758,8 @@ def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -
         (["--path", "a", "--dataset", "b"], "--path with files, or --dataset"),
         (["--path", "a"], "--out_root, or --output_prefix"),
         (["--path", "a", "--out_root", "o", "--tokenizer_type", "SentencePiece"], "known are GPT2BPETokenizer"),
-        (["--path", "a", "--out_root", "o", "--memory", "much"], "a size such as 1.5gb"),
+        (["--path", "a", "--out_root", "o", "--memory", "much"], "a size such as 1.5GB"),
+        (["--path", "a", "--out_root", "o", "--memory", "1.2.3gb"], "a size such as 1.5GB"),
         (["--path", "a", "--out_root", "o", "--use_tokenizer_eos", "--eos_text", "x"], "contradict"),
         (["--path", "a", "--output_prefix", "o", "--dataset_impl", "lazy"], "only mmap"),
     ],

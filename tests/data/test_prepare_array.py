@@ -147,5 +147,5 @@ def test_an_impossible_share_is_refused(
 def test_the_command_takes_a_share(corpus: Path, data: Path, tmp_path: Path, ingot: Callable[..., Any]) -> None:
     command = ["prepare", "--path", str(corpus), "--out_root", "out", "--tokenizer", str(data / "tokenizer")]
     assert "share 0/1 is done: 240 documents" in ingot(*command, "--share", "0/1").stdout
-    assert "--share 1: give K/N" in ingot(*command, "--share", "1", check=False).stderr
+    assert "share='1': give K/N" in ingot(*command, "--share", "1", check=False).stderr
     assert "240 documents" in ingot(*command).stdout

@@ -19,8 +19,9 @@ import zstandard
 
 from ingot.data.prepare import documents, hub, input_files
 from ingot.data.prepare import pieces as sources
-from ingot.data.prepare.documents import Block
-from ingot.data.prepare.input_files import ReadOptions, find_files
+from ingot.data.prepare.documents import TextBlock
+from ingot.data.prepare.input_files import find_files
+from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.pieces import pack_block, plan_pieces, read_piece, unpack_block
 from ingot.errors import DataError
 
@@ -62,8 +63,8 @@ def write(folder: Path, kind: str) -> Path:
     return path
 
 
-def blocks(*inputs: Path | str, whole: bool = False, **options: object) -> list[Block]:
-    read = ReadOptions(**options)  # type: ignore[arg-type]
+def blocks(*inputs: Path | str, whole: bool = False, **options: object) -> list[TextBlock]:
+    read = PrepareOptions(**options)  # type: ignore[arg-type]
     return [
         block
         for piece, handed in plan_pieces(find_files(inputs), whole, read)
@@ -134,20 +135,20 @@ def test_lines_are_neither_lost_nor_doubled_at_the_borders_of_pieces(
 def test_one_huge_row_group_is_handed_over_in_blocks(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": TEXTS}), path)
-    pieces = list(plan_pieces(find_files([path]), False, ReadOptions()))
+    pieces = list(plan_pieces(find_files([path]), False, PrepareOptions()))
     assert {piece.how for piece, _ in pieces} == {"texts"}
     assert texts(path) == TEXTS
 
 
 def test_a_block_survives_its_journey_to_a_worker() -> None:
-    block = Block(["é".encode(), b"", b"x"], None, 3, [(4, "wrong")], 4, "a.csv")
+    block = TextBlock(["é".encode(), b"", b"x"], None, 3, [(4, "wrong")], 4, "a.csv")
     assert unpack_block(pack_block(block)) == block
 
 
 def test_a_huge_text_is_cut_where_the_caller_says(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("word " * 300_000)
-    options = ReadOptions()
+    options = PrepareOptions()
     (piece, handed), *rest = plan_pieces(find_files([path]), False, options)
     assert not rest
     found = list(read_piece(piece, handed, options, lambda text, low, high: text.rfind(" ", low, high)))
@@ -271,7 +272,7 @@ def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, e
     assert (number, "more than max_document_bytes=100,000" in message) == (51, True)
     found = blocks(path, max_document_bytes=100_000, max_expansion=100_000)
     assert [t.decode() for b in found for t in b.texts] == (TEXTS if ends else TEXTS[:50])
-    read = ReadOptions(max_document_bytes=100_000, max_expansion=100_000)
+    read = PrepareOptions(max_document_bytes=100_000, max_expansion=100_000)
     assert max(len(handed) for _, handed in plan_pieces(find_files([path]), False, read)) < 150_000
 
 
@@ -390,7 +391,7 @@ def test_a_throttled_hub_is_asked_again_behind_the_last_document() -> None:
                 raise ConnectionError("429 Too Many Requests")
             yield {"text": text}
 
-    found = [t.decode() for b in hub.read_records(open_at, "hf://x", ReadOptions(), pauses.append) for t in b.texts]
+    found = [t.decode() for b in hub.read_records(open_at, "hf://x", PrepareOptions(), pauses.append) for t in b.texts]
     assert found == TEXTS
     assert opened[0] == 0 and 50 in opened and 130 in opened
     assert pauses[:2] == [1.0, 2.0]
@@ -401,4 +402,4 @@ def test_a_hub_that_stays_away_is_one_sentence() -> None:
         raise ConnectionError("503")
 
     with pytest.raises(DataError, match="failed 9 times after record 0: 503"):
-        list(hub.read_records(open_at, "hf://x", ReadOptions(), lambda seconds: None))
+        list(hub.read_records(open_at, "hf://x", PrepareOptions(), lambda seconds: None))

@@ -94,7 +94,7 @@ def test_a_length_limit_inside_the_file_does_not_cut_documents(trained: Tokenize
         (lambda p: p, "no tokenizer.json in this folder"),
         (lambda p: (p / "t.json").write_text("{}") and p / "t.json", "not a tokenizer.json"),
         (lambda p: (p / "vocab.json").write_text("{}") and p / "vocab.json", "needs its vocab.json and its merges.txt"),
-        (lambda p: "someone/no-such-tokenizer", "neither in the local Hugging Face cache nor to be had"),
+        (lambda p: "someone/no-such-tokenizer", "neither in the local Hugging Face cache nor available"),
     ],
 )
 def test_what_is_no_tokenizer_is_one_sentence(make, message: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_tokenizer_that_the_fast_engine_gets_wrong_falls_back_with_a_reason(
     monkeypatch.setattr(engines, "_load_gigatoken", lambda tokenizer: Wrong(load(tokenizer)))
     engine = choose_engine(trained)
     assert engine.name == "hf"
-    assert "gives other ids than Hugging Face" in engine.reason
+    assert "returns other ids than Hugging Face" in engine.reason
     with pytest.raises(DataError, match="cannot serve this tokenizer"):
         choose_engine(trained, "gigatoken")
 

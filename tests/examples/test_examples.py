@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ingot.config.load import load_config
-from ingot.config.run import RunConfig
 from ingot.data.loading.inspect import describe, find_splits
 from ingot.launch.spec import read_spec
+from ingot.migrate import load_run_config
 from ingot.report.metrics_file import read_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
@@ -170,7 +169,7 @@ def check_aws_mpt(folder: Path, said: str) -> None:
 def check_azure_mpt(folder: Path, said: str) -> None:
     kept = sorted(int(p.name) for p in (folder / "mpt-small" / "checkpoints").iterdir())
     assert kept == list(range(6, 25, 2)), "ten are kept"
-    config = load_config(RunConfig, [str(folder / "mpt-small" / "config.yaml")])
+    config = load_run_config([str(folder / "mpt-small" / "config.yaml")])
     assert config.state_dict_type == "sharded"
     newest = folder / "mpt-small" / "checkpoints" / "24"
     assert len({p.name for p in newest.glob("model*")}) == 2, "one file of weights from each process"
@@ -223,15 +222,15 @@ def test_real_text_and_the_real_tokenizers_take_the_same_path(tmp_path: Path) ->
     folder = tmp_path / "out"
     run_script("neox-pythia", folder, SLURM_CONF="/dev/null", INGOT_EXAMPLE_DATA=str(REAL_DATA))
     check_results("neox-pythia", folder)
-    model = load_config(RunConfig, [str(folder / "pythia-14M" / "config.yaml")]).model
+    model = load_run_config([str(folder / "pythia-14M" / "config.yaml")]).model
     assert model.vocab_size == 50304 and model.parameters == 14_067_712, "Pythia 14M, to the last parameter"
 
 
 @pytest.mark.parametrize(("file", "recipe"), PYTHIA.items())
 def test_the_json_files_of_pythia_say_what_the_recipes_say(file: str, recipe: str, tmp_path: Path) -> None:
     configs = EXAMPLES / "neox-pythia" / "configs"
-    found = load_config(RunConfig, [str(configs / f"{file}.json"), str(configs / "common.json")], dialect="neox")
-    native = load_config(RunConfig, [f"pythia-{recipe}"])
+    found = load_run_config([str(configs / f"{file}.json"), str(configs / "common.json")], dialect="neox")
+    native = load_run_config([f"pythia-{recipe}"])
     own = {"vocab_size", "vocab_multiple", "ffn_hidden_size", "norm_bias"}  # said here, and left to defaults there
     assert found.model.model_dump(exclude=own) == native.model.model_dump(exclude=own)
     assert found.model.parameters == native.model.parameters
@@ -255,7 +254,7 @@ def test_a_real_checkpoint_is_as_large_as_was_calculated(ingot, tiny: list[str],
     from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
     ingot("train", *tiny)
-    config = load_config(RunConfig, tiny)
+    config = load_run_config(tiny)
     expected = estimate_memory(config.model, Layout(), config.parallel, StepShape.of(config)).saved
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "12" / "manifest.json").read_text())
     size = sum(file["bytes"] for file in manifest["files"].values())

@@ -1,4 +1,4 @@
-"""Processes that die, hang or fall behind (F1-F8, F15, F30, F34): found from outside, named, and started again."""
+"""Ranks that die, hang or fall behind (F1-F8, F15, F30, F34) are detected from outside, named, and restarted."""
 
 import os
 import signal
@@ -6,15 +6,17 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Run, assert_as_if_nothing_happened, whole
+from runs import Run, assert_as_if_nothing_happened, ranks, whole
 
-__all__ = ["whole"]
+__all__ = ["ranks", "whole"]
+
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("kind", "rank", "words"),
-    [("kill", 1, "killed by signal 9"), pytest.param("kill", 0, "killed by signal 9", marks=slow),
+    [("kill", 1, "killed by signal 9"), pytest.param("kill", 2, "killed by signal 9", marks=slow, id="three ranks"),
+     pytest.param("kill", 0, "killed by signal 9", marks=slow),
      pytest.param("segfault", 2, "killed by signal 11", marks=slow),
      pytest.param("abort", 1, "killed by signal 6", marks=slow)],
 )  # fmt: skip
@@ -55,17 +57,17 @@ def test_three_attempts_without_a_new_checkpoint_stop(data: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("stop", "it is stopped"), pytest.param("gil", "(strike)", marks=slow),
+    [("stop", "it is stopped"), pytest.param("stop", "it is stopped", marks=slow, id="three ranks"), pytest.param("gil", "(strike)", marks=slow),
      pytest.param("desync", "it missed one", marks=slow)],
 )  # fmt: skip
 def test_a_process_that_hangs_is_found_from_outside_with_the_stacks_of_all(
-    data: Path, whole: Path, tmp_path: Path, kind: str, words: str
+    data: Path, whole: Path, tmp_path: Path, kind: str, words: str, ranks: int
 ) -> None:
     run = Run(data, tmp_path / "run", "hang_timeout=3", kind=kind, rank=1, batch=11)
     said = run.run()
     assert "rank 1 has made no progress for" in said and words in said
     assert run.failures()[0]["kind"] == "hang"
-    for rank in (0, 2):  # the others tell where they waited
+    for rank in {*range(ranks)} - {1}:  # the others show where they waited
         assert "most recent call first" in (run.folder / "logs" / f"stacks-{rank}.txt").read_text()
     assert_as_if_nothing_happened(run.folder, whole)
 
@@ -79,15 +81,18 @@ def test_a_straggler_is_reported_and_left_alone(data: Path, whole: Path, tmp_pat
     assert_as_if_nothing_happened(run.folder, whole)
 
 
-def test_a_killed_launcher_leaves_no_process_and_the_next_one_goes_on(data: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=slow)])
+def test_a_killed_launcher_leaves_no_process_and_the_next_one_continues(
+    data: Path, whole: Path, tmp_path: Path, count: int
+) -> None:
     run = Run(data, tmp_path / "run", kind="slow", rank=0, batch=1).start()
     run.wait_for_batch(9)
-    ranks = run.ranks()
+    processes = run.ranks()
     run.process.kill()
     run.process.communicate()
-    assert len(ranks) == 3
+    assert len(processes) == count
     end = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks.values()):
+    while any(Path(f"/proc/{pid}").exists() for pid in processes.values()):
         assert time.monotonic() < end, "orphans"
         time.sleep(0.05)
     again = Run(data, tmp_path / "run")

@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from runs import Run, assert_as_if_nothing_happened, whole
+from runs import Run, assert_as_if_nothing_happened, ranks, whole
 
 from ingot.config.secrets import redact
 from ingot.launch.supervisor.attempt import TEMPORARY
 
-__all__ = ["whole"]
+__all__ = ["ranks", "whole"]
 
 
 @pytest.mark.slow

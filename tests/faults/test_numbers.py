@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, weights, whole
+from runs import BATCHES, Run, assert_as_if_nothing_happened, consumed, ranks, weights, whole
 
-from ingot.config.run import GuardsConfig
+from ingot.config.training import GuardsConfig
 from ingot.report.metrics_file import read_rows
 from ingot.training.guards import Anomaly, Guard
 
-__all__ = ["whole"]
+__all__ = ["ranks", "whole"]
 
 
 def guards(run: Run) -> list[dict]:
@@ -28,7 +28,13 @@ def test_a_gradient_that_is_no_number_stops_the_run_and_its_last_checkpoint_is_g
     assert_as_if_nothing_happened(run.folder, whole)
 
 
-@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "skip",
+        *(pytest.param(policy, marks=pytest.mark.slow, id=f"{policy}, three ranks") for policy in ("skip", "rollback")),
+    ],
+)
 def test_a_bad_batch_is_left_out_by_all_ranks_and_written_down(
     data: Path, whole: Path, tmp_path: Path, policy: str
 ) -> None:

@@ -8,12 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs import BATCHES, Run, assert_as_if_nothing_happened, whole
+from runs import BATCHES, Run, assert_as_if_nothing_happened, ranks, whole
 
 from ingot.checkpoint.manifest import steps_in
 from ingot.training.runtime.lease import clear_stop_request
 
-__all__ = ["whole"]
+__all__ = ["ranks", "whole"]
+
 SLOW_STEPS = {"kind": "slow", "rank": 0, "batch": 1}  # so that there is time to ask
 
 
@@ -28,6 +29,7 @@ def stopped_at(run: Run) -> int:
     "number",
     [
         signal.SIGTERM,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow, id="three ranks"),
         pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),
@@ -85,7 +87,7 @@ def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(da
     run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
     run.wait_for_batch(2)
     said = Run(data, run.folder, nproc=1).run(code=2)
-    assert f"belongs to a run that is going on, process {run.ranks()[0]} on" in said
+    assert f"is in use by process {run.ranks()[0]} on" in said
     run.process.terminate()
     run.end(code=75)
 

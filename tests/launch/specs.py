@@ -1,4 +1,4 @@
-"""A launch spec for tests, and a program that stands in for one that is not here and writes down how it was called."""
+"""A launch spec for tests, and a fake program that records how it was called."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def spec(**changes: Any) -> LaunchSpec:
 
 
 def put_on_path(monkeypatch: Any, folder: Path, name: str, body: str = "") -> Path:
-    """An executable called `name`, first on the PATH; gives the file with its arguments, a line per call."""
+    """Put an executable called `name` first on the PATH; returns the file that records its arguments, a line per call."""
     folder.mkdir(exist_ok=True)
     log = folder / f"{name}.calls"
     program = folder / name

@@ -14,7 +14,7 @@ from conftest import SENTENCES
 from test_slurm import Launched
 
 from ingot.launch.spec import read_spec
-from ingot.launch.supervisor.restart_policy import read_failures
+from ingot.launch.supervisor.failure_log import read_failures
 
 __all__ = ["cluster"]
 HOOK = str(Path(__file__).parent / "hook")

@@ -14,11 +14,12 @@ from conftest import TINY
 from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.supervisor import node_agent as worker
+from ingot.launch.protocol import ATTEMPT_VARIABLE, FAILURE_VARIABLE
+from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.attempt import run_attempt
-from ingot.launch.supervisor.failure import LEFT_ALONE, VARIABLE, read_failure
+from ingot.launch.supervisor.failure import OTHER_NODE_FAILED, read_failure
 from ingot.launch.supervisor.local_ranks import Node
-from ingot.launch.supervisor.restart_policy import judge
+from ingot.launch.supervisor.restart_policy import decide_restart
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
@@ -35,7 +36,7 @@ def test_a_request_while_the_processes_start_is_no_failure(data: Path, tmp_path:
     command = ["train", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", "max_duration=100000ba"]
     outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1")
     thread.join()
-    assert (outcome.code, outcome.asked, outcome.failure) == (EXIT_CONTINUE, True, None)
+    assert (outcome.code, outcome.stop_requested, outcome.failure) == (EXIT_CONTINUE, True, None)
 
 
 def test_a_signal_that_asked_for_nothing_is_a_failure_elsewhere(data: Path, tmp_path: Path) -> None:
@@ -49,10 +50,12 @@ def test_a_signal_that_asked_for_nothing_is_a_failure_elsewhere(data: Path, tmp_
     thread = threading.Thread(target=end, daemon=True)
     thread.start()
     command = ["train", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", "max_duration=100000ba"]
-    outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1", stop_requested=lambda signals: False)
+    outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1", is_stop_request=lambda signals: False)
     thread.join()
     assert outcome.failure is not None and outcome.code == EXIT_FAULT
-    assert outcome.failure.message == LEFT_ALONE and outcome.failure.is_consequence  # and this node is not blamed
+    assert (
+        outcome.failure.message == OTHER_NODE_FAILED and outcome.failure.is_consequence
+    )  # and this node is not blamed
 
 
 @pytest.mark.parametrize(
@@ -70,32 +73,32 @@ def test_on_several_nodes_a_term_counts_as_a_stop_only_if_one_was_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int], changes: dict[str, int], file: str | None,
     stops: bool,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(worker, "PATIENCE", 0.1)
+    monkeypatch.setattr(node_agent, "PATIENCE_SECONDS", 0.1)
     launch = spec(run_folder=str(tmp_path), workdir=str(tmp_path), image=None, **changes)
     launch.folder.mkdir()
     if file:
         (tmp_path / file).touch()
-    node = worker.Worker(launch, {"SLURM_JOB_ID": "7", worker.ATTEMPT_VARIABLE: "7.1.2"})
-    assert node._stop_requested(signals) is stops
+    node = node_agent.NodeAgent(launch, {"SLURM_JOB_ID": "7", ATTEMPT_VARIABLE: "7.1.2"})
+    assert node._is_stop_request(signals) is stops
 
 
 def test_two_nodes_that_lost_their_peer_in_one_attempt_are_one_failure(tmp_path: Path) -> None:
-    line = {"kind": "machine", "message": LEFT_ALONE, "progress": False}
-    assert judge([line | {"attempt": attempt} for attempt in ("7.0.1", "7.0.1", "7.0.2")]).again
-    assert not judge([line | {"attempt": attempt} for attempt in ("7.0.1", "7.0.2", "7.0.3")]).again
+    line = {"kind": "machine", "message": OTHER_NODE_FAILED, "progress": False}
+    assert decide_restart([line | {"attempt": attempt} for attempt in ("7.0.1", "7.0.1", "7.0.2")]).restart
+    assert not decide_restart([line | {"attempt": attempt} for attempt in ("7.0.1", "7.0.2", "7.0.3")]).restart
 
 
 def test_a_failure_is_recorded_even_if_it_cannot_be_printed(tmp_path: Path) -> None:
     path = tmp_path / "failure"
     command = [sys.executable, "-m", "ingot.cli.main", "recipes", "show", "no-such-recipe"]
     with open("/dev/full", "w") as full:
-        subprocess.run(command, env=os.environ | {VARIABLE: str(path)}, stdout=full, stderr=full, timeout=120)
+        subprocess.run(command, env=os.environ | {FAILURE_VARIABLE: str(path)}, stdout=full, stderr=full, timeout=120)
     failure = read_failure(path, 1)
     assert (failure.kind, failure.exit_code) == ("user", 2) and "no-such-recipe" in failure.message
 
 
 def test_a_failure_is_printed_even_if_it_cannot_be_recorded(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ingot.cli.main", "recipes", "show", "no-such-recipe"]
-    env = os.environ | {VARIABLE: str(tmp_path / "absent" / "failure")}
+    env = os.environ | {FAILURE_VARIABLE: str(tmp_path / "absent" / "failure")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "no-such-recipe" in done.stderr

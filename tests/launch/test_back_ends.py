@@ -15,8 +15,8 @@ import yaml
 from specs import put_on_path
 
 from ingot.launch.job_states import is_living
-from ingot.launch.jobs import add_job, read_jobs
 from ingot.launch.kubernetes.kubectl import state_of
+from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import read_spec
 from ingot.launch.status import _pieces
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
@@ -51,7 +51,7 @@ def test_a_run_on_kubernetes_is_asked_about_ended_and_launched_again(
     (tmp_path / "own.yaml").write_text("max_duration: 3ba\n")
     ingot("launch", "kubernetes", "mpt-125m", "own.yaml", "data=/data/c4", f"save_folder={run}", "--profile", "cpu", "-N",
           "2", "-i", "a/b:1", "-m", f"shared:{tmp_path / 'runs'}", "--namespace", "team", "--apply")  # fmt: skip
-    (job,) = read_jobs(run)
+    (job,) = LaunchFolder(run).jobs()
     assert job.back_end == "kubernetes/team/jobset"
     assert "state: not running" in ingot("status", str(run)).stdout  # the cluster does not know it
     (tmp_path / "object").write_text(json.dumps({"status": {"replicatedJobsStatus": [{"active": 1}]}}))
@@ -77,7 +77,7 @@ def test_a_run_on_kubernetes_is_asked_about_ended_and_launched_again(
     documents = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
     assert documents[0]["stringData"]["own.yaml"] == "max_duration: 3ba\n"  # it travels again
     assert "n7" in json.loads(documents[0]["stringData"]["spec.json"])["exclude"]
-    assert [each.id == job.id for each in read_jobs(run)] == [True, False]
+    assert [each.id == job.id for each in LaunchFolder(run).jobs()] == [True, False]
 
 
 def test_a_cluster_that_does_not_answer_leaves_the_state_unknown_and_nothing_done(
@@ -85,7 +85,7 @@ def test_a_cluster_that_does_not_answer_leaves_the_state_unknown_and_nothing_don
 ) -> None:
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
-    add_job(run, "kubernetes/team/trainjob", "mine-0abc12")
+    LaunchFolder(run).add_job("kubernetes/team/trainjob", "mine-0abc12")
     put_on_path(monkeypatch, tmp_path / "bin", "kubectl", "sys.exit('connection refused')")
     assert "state: unknown" in ingot("status", str(run)).stdout
     assert "does not answer, so job mine-0abc12 was not ended" in ingot("stop", "--now", str(run)).stdout
@@ -144,7 +144,7 @@ def test_a_local_run_is_stopped_now_and_launched_again(
     path.write_text(spec.model_copy(update={"arguments": [*spec.arguments, more]}).model_dump_json())
     ingot("launch", "resume", str(run))
     assert "state: finished" in ingot("status", str(run)).stdout
-    assert [job.back_end for job in read_jobs(run)] == ["local", "local"]
+    assert [job.back_end for job in LaunchFolder(run).jobs()] == ["local", "local"]
 
 
 def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
@@ -153,7 +153,7 @@ def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
     """F35: squeue may come back empty while slurmctld is busy; a job that Slurm has forgotten is another answer."""
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
-    add_job(run, "slurm", "42")
+    LaunchFolder(run).add_job("slurm", "42")
     calls = {name: put_on_path(monkeypatch, tmp_path / "bin", name) for name in ("squeue", "sbatch", "scancel")}
     assert "state: unknown" in ingot("status", str(run)).stdout
     assert "does not answer, so job 42 was not ended" in ingot("stop", "--now", str(run)).stdout
@@ -173,7 +173,7 @@ def test_a_job_that_has_not_ended_for_good_keeps_the_run_folder(
 ) -> None:
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
-    add_job(run, "slurm", "42")
+    LaunchFolder(run).add_job("slurm", "42")
     put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42 {state}')")
     calls = put_on_path(monkeypatch, tmp_path / "bin", "sbatch", "print(43)")
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
@@ -194,7 +194,7 @@ def test_neither_a_folder_nor_a_job_is_a_sentence(tmp_path: Path, ingot: Callabl
     for name in ("12345", "mine-0abc12", "absent/folder"):
         refused = ingot("status", name, check=False)
         assert refused.returncode == 2 and f"{name} is neither a run folder nor a job" in refused.stderr
-    assert "is no run folder" in ingot("logs", str(tmp_path), check=False).stderr
+    assert "is not a run folder" in ingot("logs", str(tmp_path), check=False).stderr
 
 
 SBATCH = """

@@ -2,23 +2,26 @@
 
 import itertools
 import json
+import os
+import re
 import shutil
 import string
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any, get_origin
 
 import pytest
 import yaml
+from manifests import manifest_problems
 from specs import LAUNCH, VALUES
 
 from ingot.errors import ConfigError
-from ingot.launch.kubernetes.kubectl import check_manifest
-from ingot.launch.kubernetes.kubectl import render as render_manifest
-from ingot.launch.slurm.prepare_array import render_array, render_last
-from ingot.launch.slurm.script import render as render_script
+from ingot.launch.kubernetes.objects import render as render_manifest
+from ingot.launch.slurm.script import render_scripts, script_body
 from ingot.launch.spec import LaunchSpec, make_spec
 
 TOUCH = "touch CANARY"
@@ -34,8 +37,7 @@ OPTIONS = {
     "requeue", "open-mode", "output", "time", "signal", "array", "no-kill", "partition", "account", "qos",
     "reservation", "constraint", "exclude",
 }  # fmt: skip
-PREAMBLE_END = "set -euo pipefail"
-SHOW = 'printf "%s\\0" "$RUN" "$LAUNCH" "$PYTHON" "$NODES" "$IMAGE" "$STAGE" "${SRUN[@]}"'
+SHOW = 'printf "%s\\0" "$RUN" "$SPEC_FILE" "$HALT_FILE" "$PYTHON" "$NODES" "$IMAGE" "$STAGE" "${SRUN[@]}"'
 
 
 def put(field: str, value: str) -> Iterator[dict[str, Any]]:
@@ -66,32 +68,37 @@ def accepted(field: str, values: list[str]) -> list[LaunchSpec]:
 def rendered(spec: LaunchSpec, turn: int) -> Iterator[tuple[str, str]]:
     """What Slurm and, by turns, one kind of Kubernetes make of it, unless they refuse."""
     with suppress(ConfigError):
-        yield "slurm", (render_script, render_array, render_last)[turn % 3](spec)
+        for text in render_scripts(spec.model_copy(update={"verb": ("train", "prepare")[turn % 2]})).values():
+            yield "slurm", text
     kind = ("jobset", "trainjob", "pytorchjob")[turn % 3]
     with suppress(ConfigError):
         yield kind, render_manifest(spec, kind, LAUNCH)  # type: ignore[arg-type]
 
 
 def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
-    """The head holds options alone; the shell reads back the very values; nothing else happens."""
-    head, _, _ = text.partition(PREAMBLE_END)
+    """Options, then values, then a packaged file as it is; the shell reads back the same values; nothing else happens."""
+    (body,) = (body for name in ("job.sh", "prepare_array.sh") if text.endswith(body := script_body(name)))
+    head = text.removesuffix(body)
     lines = head.splitlines()
+    values = [line for line in lines if re.match("[A-Z_]+=", line)]
     options = [line for line in lines if line.startswith("#SBATCH ")]
     assert all(line.startswith("#SBATCH --") for line in options)
     assert lines[2 : 2 + len(options)] == options
     names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in options]
     assert len(set(names)) == len(names) and set(names) <= OPTIONS
-    assert len(lines) == 2 + len(options) + 11, head  # nine values, a comment, the array
+    assert len(lines) == 2 + len(options) + 1 + len(values), head  # and a comment
+    assert len({line.partition("=")[0] for line in values}) == len(values) and values[-1].startswith("SRUN=(")
     assert "\r" not in head
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     run = subprocess.run(["bash", "-c", head + SHOW], cwd=folder, capture_output=True, text=True, check=True)
-    run_folder, launch, _, nodes, image, stage, *srun = run.stdout.split("\0")[:-1]
-    assert (run_folder, launch, nodes) == (spec.run_folder, str(spec.folder), str(spec.nodes))
+    run_folder, spec_file, halt_file, _, nodes, image, stage, *srun = run.stdout.split("\0")[:-1]
+    assert (run_folder, nodes) == (spec.run_folder, str(spec.nodes))
+    assert (spec_file, halt_file) == (f"{spec.folder}/spec.json", f"{spec.folder}/HALT")
     assert (image, stage) == (spec.image or "", spec.stage or "")
     if spec.image is not None:
         assert (f"--container-image={spec.image}" in srun) == (spec.stage is None)
         (mounts,) = [option.removeprefix("--container-mounts=") for option in srun if "mounts=" in option]
-        folder = spec.run_folder if spec.verb == "train" else Path(spec.run_folder).parent
+        folder = spec.run_folder if body == script_body("job.sh") else Path(spec.run_folder).parent
         expected = [f"{folder}:{folder}", f"{spec.workdir}:{spec.workdir}", *spec.mounts]
         assert mounts.split(",") == list(dict.fromkeys(expected))
 
@@ -99,7 +106,8 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
 def check_back(spec: LaunchSpec, text: str) -> None:
     """Another reader finds the spec as it was, and only the objects that belong there."""
     documents = list(yaml.safe_load_all(text))
-    assert len(documents) == len(check_manifest(text))
+    assert not manifest_problems(text)
+    assert len({document["kind"] for document in documents}) == len(documents)
     assert make_spec(json.loads(documents[0]["stringData"]["spec.json"])) == spec
     claims = [claim.partition(":")[0] for claim in spec.claims]
     assert all(f"claimName: {claim}\n" in text or f'claimName: "{claim}"\n' in text for claim in claims)
@@ -125,7 +133,7 @@ def test_each_character_that_a_field_takes_reaches_the_shell_as_itself(field: st
     values = [f"{front}{c}{back}" for front, c, back in itertools.product(FRONTS, string.printable, ("", "b"))]
     seen: set[str] = set()
     for spec in accepted(field, values):
-        text = render_script(spec) if spec.profile == "cpu" else ""
+        text = render_scripts(spec)["job.sh"] if spec.profile == "cpu" and spec.verb == "train" else ""
         if text and text not in seen and len(seen) < 60:
             seen.add(text)
             check_script(spec, text, tmp_path)
@@ -141,10 +149,10 @@ def test_fields_that_name_things_take_nothing_that_a_shell_could_read() -> None:
 
 
 def test_arguments_and_variables_take_any_text_and_leave_the_script_as_it_is() -> None:
-    plain = render_script(make_spec(VALUES | {"env": {"NAME": "x"}}))
+    plain = render_scripts(make_spec(VALUES | {"env": {"NAME": "x"}}))
     for payload in PAYLOADS:
         if "\0" not in payload:
-            assert render_script(make_spec(VALUES | {"arguments": [payload], "env": {"NAME": "x"}})) == plain
+            assert render_scripts(make_spec(VALUES | {"arguments": [payload], "env": {"NAME": "x"}})) == plain
     with pytest.raises(ConfigError, match="NUL"):
         make_spec(VALUES | {"arguments": ["x\0y"]})
     for wrong in ("a\nb", "a\0b", "a\x1bb"):
@@ -152,7 +160,21 @@ def test_arguments_and_variables_take_any_text_and_leave_the_script_as_it_is() -
             make_spec(VALUES | {"env": {"NAME": wrong}})
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def shellcheck(*files: Path) -> str:
+    """What shellcheck finds; it is installed with ingot's development packages."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("shellcheck", path=path)
+    assert program is not None, "shellcheck is not installed; run `make setup`"
+    done = subprocess.run([program, "--external-sources", *map(str, files)], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def test_shellcheck_finds_nothing_in_the_packaged_scripts() -> None:
+    files = sorted(Path(str(resources.files("ingot.launch.slurm"))).glob("*.sh"))
+    assert [path.name for path in files] == ["common.sh", "job.sh", "prepare_array.sh"]
+    assert shellcheck(*files) == ""
+
+
 def test_shellcheck_finds_nothing_with_every_character_that_is_allowed(tmp_path: Path) -> None:
     odd = {
         "run_folder": "/d_.+@=-/r", "workdir": "/w_.+@=-", "image": "registry.example:5000/a_b.c+d@sha256:ab#c-d",
@@ -161,11 +183,10 @@ def test_shellcheck_finds_nothing_with_every_character_that_is_allowed(tmp_path:
         "env": {"A": "$(x) `y` \"'"}, "secrets": ["HF_TOKEN"], "cpus_per_task": 8, "gpus_per_node": 8, "chain": 3, "spares": 1,
     }  # fmt: skip
     staged = {"image": "/i_.+@-.sqsh", "stage": "/s_.+@=-"}
-    files = []
+    files: list[Path] = []
     for name, changes in {"odd": odd, "staged": staged, "plain": {"image": None, "gpus_per_node": 0}}.items():
-        for render in (render_script, render_array, render_last):
-            path = tmp_path / f"{name}-{render.__name__}.sh"
-            path.write_text(render(make_spec(VALUES | changes)))
-            files.append(str(path))
-    done = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+        for verb in ("train", "prepare"):
+            for script, text in render_scripts(make_spec(VALUES | changes | {"verb": verb})).items():
+                files.append(tmp_path / f"{name}-{script}")
+                files[-1].write_text(text)
+    assert len(files) == 9 and shellcheck(*files) == ""

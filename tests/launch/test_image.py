@@ -1,4 +1,4 @@
-"""Images, with programs that stand in for docker and enroot: they write down their arguments and make the file."""
+"""Images, with fakes of docker and enroot that record their arguments and create the file."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def calls(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-def test_build_calls_docker_with_the_pinned_parts_and_passes_its_output_on(
+def test_build_calls_docker_with_pinned_parts_and_shows_its_output(
     docker: Path, context: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert build_image(TAG, DIGEST, "efa", ["EFA_SHA256=b; touch x"], context, force=False) == "sha256:beef"
@@ -56,7 +56,7 @@ def test_build_calls_docker_with_the_pinned_parts_and_passes_its_output_on(
         f"BASE_DIGEST={DIGEST}", "--build-arg", "FABRIC=efa", "--build-arg", "EFA_SHA256=b; touch x", str(context),
     ]  # fmt: skip
     assert "#1 building" in capfd.readouterr().out
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         build_image(TAG, DIGEST, "efa", [], context, force=False)
     build_image(TAG, DIGEST, "efa", [], context, force=True)
 
@@ -64,10 +64,10 @@ def test_build_calls_docker_with_the_pinned_parts_and_passes_its_output_on(
 @pytest.mark.parametrize(
     ("tag", "digest", "fabric", "arguments", "reason"),
     [
-        ("ingot", DIGEST, "none", [], "another one tomorrow"),
-        ("host:5000/ingot", DIGEST, "none", [], "another one tomorrow"),
-        ("ingot:latest", DIGEST, "none", [], "another one tomorrow"),
-        ("--push", DIGEST, "none", [], "no name of an image"),
+        ("ingot", DIGEST, "none", [], "different one tomorrow"),
+        ("host:5000/ingot", DIGEST, "none", [], "different one tomorrow"),
+        ("ingot:latest", DIGEST, "none", [], "different one tomorrow"),
+        ("--push", DIGEST, "none", [], "not a valid image name"),
         (TAG, "latest", "none", [], "--base-digest"),
         (TAG, DIGEST, "token-ring", [], "none, efa, infiniband"),
         (TAG, DIGEST, "none", ["--network=host"], "NAME=VALUE"),
@@ -100,7 +100,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image, "SQUASH_BYTES", 1000)
 
 
-def test_import_leaves_the_file_and_its_sum_or_nothing(
+def test_import_writes_the_file_and_its_checksum_or_nothing(
     tmp_path: Path, docker: Path, room: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "built").touch()
@@ -111,10 +111,10 @@ def test_import_leaves_the_file_and_its_sum_or_nothing(
     assert digest == hashlib.sha256(b"squash").hexdigest()
     assert (tmp_path / "apps" / "ingot.sqsh.sha256").read_text() == f"{digest}  ingot.sqsh\n"
     assert calls(log)[0][0::3] == ["import", f"dockerd://{TAG}"]
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         import_image(f"dockerd://{TAG}", output, force=False)
     put_on_path(monkeypatch, tmp_path / "bin", "enroot", ENROOT.format(content=b"half") + "; sys.exit(1)")
-    with pytest.raises(ImageError, match="enroot import ended with 1"):
+    with pytest.raises(ImageError, match="enroot import failed with exit code 1"):
         import_image(f"dockerd://{TAG}", output, force=True)
     assert output.read_bytes() == b"squash"
     assert sorted(p.name for p in output.parent.iterdir()) == ["ingot.sqsh", "ingot.sqsh.sha256"]
@@ -124,7 +124,7 @@ def test_import_refuses_floating_names_missing_images_and_full_disks(
     tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "ingot.sqsh"
-    with pytest.raises(ConfigError, match="another one tomorrow"):
+    with pytest.raises(ConfigError, match="different one tomorrow"):
         import_image("docker://nvcr.io#nvidia/pytorch", output, force=False)
     with pytest.raises(ConfigError, match="must begin with"):
         import_image(TAG, output, force=False)
@@ -169,7 +169,7 @@ def test_stage_refuses_a_damaged_image_and_leaves_nothing_of_it(tmp_path: Path) 
     (tmp_path / "a.sqsh.sha256").unlink()
     with pytest.raises(ConfigError, match=r"sha256sum a\.sqsh"):
         stage_image(path, tmp_path / "nvme")
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         stage_image(tmp_path / "b.sqsh", tmp_path / "nvme")
 
 

@@ -1,4 +1,4 @@
-"""Manifests: what a run relies on is in them, what is wrong in one is found, and pods end as Kubernetes must know."""
+"""Manifests contain what a run relies on, wrong runs are refused, and pods exit with the code that Kubernetes needs."""
 
 import json
 import os
@@ -10,45 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from manifests import documents, manifest_problems, pods
 from specs import LAUNCH, VALUES, put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.kubernetes.kubectl import KubernetesError, apply, check_manifest, fit_to_pods, object_name, render
-from ingot.launch.kubernetes.pod_agent import EXIT_AGAIN, run_pod
+from ingot.launch.kubernetes.kubectl import KubernetesError, apply
+from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
+from ingot.launch.kubernetes.pod_agent import run_pod
+from ingot.launch.protocol import EXIT_NEW_PODS
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
 from ingot.launch.supervisor.attempt import Outcome
 from ingot.launch.supervisor.failure import Failure
 
-KINDS = ("jobset", "trainjob", "pytorchjob")
 GPU = {"profile": "aws-p5", "gpus_per_node": 8}
 
 
-def documents(text: str) -> dict[str, Any]:
-    return {document["kind"]: document for document in yaml.safe_load_all(text)}
-
-
-def pods(text: str) -> list[dict[str, Any]]:
-    """The pod templates' specs, wherever the kind keeps them."""
-    found: list[dict[str, Any]] = []
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            if "containers" in node:
-                found.append(node)
-            for value in node.values():
-                walk(value)
-        elif isinstance(node, list):
-            for value in node:
-                walk(value)
-
-    walk(list(yaml.safe_load_all(text)))
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its_own(kind: str) -> None:
+def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its_own(kind: Kind) -> None:
     text = render(spec(**GPU, signal_seconds=400), kind, LAUNCH)
     assert pods(text)
     for pod in pods(text):
@@ -68,7 +47,7 @@ def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its
         assert term["topologyKey"] == "kubernetes.io/hostname"
 
 
-def test_a_jobset_restarts_all_pods_but_not_after_a_users_error() -> None:
+def test_a_jobset_replaces_all_pods_but_not_after_a_users_error() -> None:
     body = documents(render(spec(restarts=7), "jobset", LAUNCH))["JobSet"]["spec"]
     job = body["replicatedJobs"][0]["template"]["spec"]
     assert body["failurePolicy"]["maxRestarts"] == 7
@@ -99,7 +78,7 @@ def test_queue_excluded_nodes_and_mounts_reach_the_cluster() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_secrets_travel_by_reference_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_travel_only_by_reference(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     text = render(spec(secrets=["HF_TOKEN"], secret_name="hub"), kind, LAUNCH)
     assert "hf_0123456789" not in text
@@ -120,12 +99,14 @@ def test_secrets_travel_by_reference_alone(kind: str, monkeypatch: pytest.Monkey
     [
         ({"image": None}, "pods need --image"),
         ({"image": "/apps/ingot.sqsh"}, "pods need --image"),
-        ({"image": "registry.example:5000/ingot"}, "another one tomorrow"),
-        ({"image": "registry.example/ingot:latest"}, "another one tomorrow"),
+        ({"image": "registry.example:5000/ingot"}, "different one tomorrow"),
+        ({"image": "registry.example/ingot:latest"}, "different one tomorrow"),
         ({"claims": []}, "lost with its pod"),
         ({"claims": ["shared:/data:ro"]}, "lost with its pod"),
         ({"claims": ["shared:/data", "other:/data"]}, "once"),
+        ({"claims": ["shared:/data", "other:/dev/shm"]}, "/dev/shm must be mounted only once"),
         ({"arguments": ["x" * 250_000]}, "fit into a Secret"),
+        ({"arguments": ["--", "mpt-125m", "data=s3://user:password@host/c4"]}, "URL with a password"),
     ],
 )
 def test_a_run_that_could_not_work_in_pods_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -133,14 +114,30 @@ def test_a_run_that_could_not_work_in_pods_is_refused(changes: dict[str, Any], r
         render(spec(**changes), "jobset", LAUNCH)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GPU,
+        {"nodes": 1, "cpus_per_task": 4},
+        {"exclude": ["n1", "1e3"], "mounts": ["/nvme:/cache:ro"], "queue": "research"},
+        {"secrets": ["HF_TOKEN"], "secret_name": "hub", "restarts": 0, "signal_seconds": 600},
+    ],
+)
+def test_every_manifest_has_the_fields_of_kubernetes_and_what_a_run_relies_on(
+    kind: Kind, changes: dict[str, Any]
+) -> None:
+    assert manifest_problems(render(spec(**changes), kind, LAUNCH)) == []
+
+
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("completions: 2", "completions: 3", "0 pods, and the spec 2 nodes"),
+        ("completions: 2", "completions: 3", "0 pods for 2 nodes"),
         ("completions: 2\n        parallelism: 2", "completions: 3\n        parallelism: 3", "3 pods"),
         ("terminationGracePeriodSeconds: 180", "terminationGracePeriodSeconds: 30", "before a save"),
         ("containerPort: 61000", "containerPort: 29500", "port is not 61000"),
-        ('value: "61000"', 'value: "29500"', "MASTER_PORT is not 61000"),
+        ('value: "61000"', 'value: "29500"', "MASTER_PORT"),
         ("golden-0abc12-node-0-0.golden-0abc12", "localhost", "MASTER_ADDR"),
         ("mountPath: /dev/shm", "mountPath: /tmp/shm", "/dev/shm"),
         ("- name: mount-0\n              persistent", "- name: mount-9\n              persistent", "do not match"),
@@ -150,21 +147,20 @@ def test_a_run_that_could_not_work_in_pods_is_refused(changes: dict[str, Any], r
             "nvidia.com/gpu: 4\n                requests",
             "requests and limits",
         ),
-        ("backoffLimit: 0", "backOffLimit: 0", "backOffLimit"),
+        ("backoffLimit: 0", "backOffLimit: 0", "backOffLimit is not a field"),
+        ("topologyKey:", "topology:", "topologyKey is missing"),
+        ("maxRestarts: 10", 'maxRestarts: "10"', "maxRestarts is not integer"),
+        ("operator: In", "operator: Within", "operator is not one of In|NotIn"),
         ("restartPolicy: Never", "restartPolicy: Always", "restartPolicy"),
-        ("kind: JobSet", "kind: Pod", "is a Pod"),
+        ("kind: JobSet", "kind: Pod", "Pod is not a known kind"),
         ("enableDNSHostnames: true", "enableDNSHostnames: false", "enableDNSHostnames"),
-        ('"nodes": 2', '"nodes": two', "no JSON"),
-        ("data=/data/c4", "data=s3://user:password@host/c4", "password"),
-        ("kind: Secret", "kind: [", "no YAML"),
     ],
 )
-def test_a_manifest_that_was_changed_for_the_worse_is_refused(old: str, new: str, reason: str) -> None:
+def test_the_check_of_manifests_finds_what_is_wrong(old: str, new: str, reason: str) -> None:
     text = render(spec(**GPU), "jobset", LAUNCH)
-    check_manifest(text)
     assert old in text
-    with pytest.raises(ConfigError, match=reason):
-        check_manifest(text.replace(old, new, 1) if "\n" in old or "kind" in old else text.replace(old, new))
+    changed = text.replace(old, new, 1) if "\n" in old or "kind" in old else text.replace(old, new)
+    assert reason in "; ".join(manifest_problems(changed))
 
 
 def test_names_become_what_kubernetes_allows() -> None:
@@ -179,15 +175,15 @@ def test_config_files_that_pods_cannot_see_travel_with_the_spec(
     content = "# ünïcode\n  model:\n    d_model: 32   \n\n'quoted': \"$(HOME)\"\r\n"
     (tmp_path / "my.yaml").write_bytes(content.encode())
     monkeypatch.chdir(tmp_path)
-    placed, files = fit_to_pods(spec(arguments=["--", "my.yaml", "data=/data/c4"], workdir=str(tmp_path)))
+    placed, files = adapt_to_pods(spec(arguments=["--", "my.yaml", "data=/data/c4"], workdir=str(tmp_path)))
     assert placed.arguments == ["--", "/etc/ingot/my.yaml", "data=/data/c4"]
     assert placed.workdir == placed.run_folder  # the folder of the command is not in the pod
     secret = documents(render(placed, "jobset", LAUNCH, files))["Secret"]["stringData"]
     assert secret["my.yaml"] == content
     assert make_spec(json.loads(secret["spec.json"])) == placed
     (tmp_path / "spec.json").write_text("{}")
-    with pytest.raises(ConfigError, match="name of its own"):
-        fit_to_pods(spec(arguments=["spec.json"]))
+    with pytest.raises(ConfigError, match="must be unique"):
+        adapt_to_pods(spec(arguments=["spec.json"]))
 
 
 def test_apply_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,16 +211,15 @@ def test_the_command_prints_a_manifest_that_passes_the_check(tmp_path: Path, ing
         "launch", "kubernetes", "mpt-125m", "data=/data/c4", "save_folder=/data/run", "-N", "2", "--profile", "aws-p5",
         "-i", "registry.example/ingot:0.1.0", "-m", "shared:/data,/nvme:/cache", "--kind", "trainjob",
     )  # fmt: skip
-    assert {each.kind for each in check_manifest(done.stdout)} == {
-        "Secret", "NetworkPolicy", "TrainingRuntime", "TrainJob",
-    }  # fmt: skip
+    assert set(documents(done.stdout)) == {"Secret", "NetworkPolicy", "TrainingRuntime", "TrainJob"}
+    assert manifest_problems(done.stdout) == []
     refused = ingot("launch", "kubernetes", "mpt-125m", "data=/data/c4", "--profile", "cpu", "-i", "a/b:1", check=False)
     assert refused.returncode == 2
     assert "would be lost with its pod" in refused.stderr
 
 
 @pytest.mark.parametrize("rank_variable", ["JOB_COMPLETION_INDEX", "RANK", "PET_NODE_RANK"])
-def test_a_users_error_ends_both_pods_for_good_and_a_new_launch_starts_over(tmp_path: Path, rank_variable: str) -> None:
+def test_a_users_error_ends_both_pods_and_a_new_launch_starts_over(tmp_path: Path, rank_variable: str) -> None:
     run = tmp_path / "run"
     path = tmp_path / "spec.json"
     wrong = {"arguments": ["--", "no-such-recipe"], "run_folder": str(run), "workdir": str(tmp_path)}
@@ -284,12 +279,12 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
         (["finished"], 0),
         (["fault", "finished"], 0),  # new processes in the same pod
         (["progress", "progress", "fault", "progress", "finished"], 0),
-        (["fault", "fault"], EXIT_AGAIN),  # new pods
-        (["stopped"], EXIT_AGAIN),  # a drained node, say: the run goes on elsewhere
-        (["lost", "lost", "lost"], EXIT_AGAIN),  # attempts of which nothing is recorded: new pods
+        (["fault", "fault"], EXIT_NEW_PODS),  # new pods
+        (["stopped"], EXIT_NEW_PODS),  # a drained node, say: the run goes on elsewhere
+        (["lost", "lost", "lost"], EXIT_NEW_PODS),  # attempts of which nothing is recorded: new pods
     ],
 )
-def test_a_pod_ends_with_what_kubernetes_should_do(
+def test_the_exit_code_of_a_pod_tells_kubernetes_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], code: int
 ) -> None:
     run = tmp_path / "run"
@@ -301,9 +296,7 @@ def test_a_pod_ends_with_what_kubernetes_should_do(
     assert (run / "launch" / f"code.{LAUNCH}.0.{len(ends)}").exists()
 
 
-def test_a_pod_that_comes_late_joins_the_attempt_that_the_others_are_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_pod_joins_the_attempt_that_the_others_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     outcomes(monkeypatch, ["finished"], run)
     one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})

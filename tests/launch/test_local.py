@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ingot.launch.jobs import read_jobs
+from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import read_spec
 
 
@@ -21,7 +21,7 @@ def test_a_local_launch_trains_and_leaves_spec_job_and_logs(
     spec = read_spec(run / "launch" / "spec.json")
     assert json.loads(printed) == json.loads(spec.model_dump_json())
     assert (run / "launch" / "spec.json").stat().st_mode & 0o777 == 0o600
-    assert [job.back_end for job in read_jobs(run)] == ["local"]
+    assert [job.back_end for job in LaunchFolder(run).jobs()] == ["local"]
     assert (run / "logs" / "rank-0.log").exists()
     assert ingot("status", str(run)).stdout.startswith("state: finished")
 

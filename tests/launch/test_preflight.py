@@ -16,24 +16,24 @@ from cluster import Cluster, cluster
 from specs import spec
 from test_slurm import Launched
 
-import ingot.launch.supervisor.node_agent as worker_module
 from ingot.errors import EXIT_FAULT
 from ingot.launch.preflight.diagnosis import (
     Problem,
+    classify_nodes,
     clock_offsets,
-    deviants,
     failed_checks,
+    failing_nodes,
     next_groups,
+    nodes_that_differ,
     slow_devices,
-    sort_out,
-    spoilers,
     wrong_clocks,
 )
 from ingot.launch.preflight.node_checks import gpu_problem, nvlink_problem, resolve
-from ingot.launch.preflight.preflight import AskedToStop, Preflight
-from ingot.launch.supervisor.local_ranks import NODES_VARIABLE
+from ingot.launch.preflight.preflight import Preflight, StopSignal
+from ingot.launch.protocol import NODES_VARIABLE
+from ingot.launch.supervisor import node_agent
+from ingot.launch.supervisor.failure_log import read_failures
 from ingot.launch.supervisor.node_agent import NodeAgent
-from ingot.launch.supervisor.restart_policy import read_failures
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_node_that_does_not_share_the_run_folder_is_replaced_by_a_spare(
 
 
 @slow
-def test_the_node_that_spoils_the_all_reduce_is_found(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_node_that_breaks_the_all_reduce_is_found(cluster: Cluster, tmp_path: Path) -> None:
     done = doctor(cluster, tmp_path, nodes=3, node="n2", kind="deaf")
     assert done.returncode and "FAIL  n2: the all-reduce fails wherever this node takes part" in done.stdout, (
         done.stdout + done.stderr
@@ -163,7 +163,7 @@ def test_the_node_that_spoils_the_all_reduce_is_found(cluster: Cluster, tmp_path
     assert done.stdout.count("FAIL") == 1
 
 
-def test_what_fails_everywhere_is_not_blamed_on_the_nodes() -> None:
+def test_what_fails_everywhere_is_no_nodes_fault() -> None:
     everywhere = {"a": {"gpus": "7 of 8 GPUs are there"}, "b": {"gpus": "6 of 8 GPUs are there"}}
     assert failed_checks(everywhere) == [Problem("every node: 7 of 8 GPUs are there", kind="user")]
     assert failed_checks({"a": {}, "b": everywhere["b"]}) == [Problem("b: 6 of 8 GPUs are there", "b")]
@@ -173,9 +173,9 @@ def test_what_fails_everywhere_is_not_blamed_on_the_nodes() -> None:
 
 
 def test_the_majority_is_right_and_of_two_the_first() -> None:
-    assert [p.host for p in deviants({"a": {"torch": "1"}, "b": {"torch": "2"}, "c": {"torch": "2"}})] == ["a"]
-    assert [p.host for p in deviants({"a": {"torch": "1"}, "b": {"torch": "2"}})] == ["b"]
-    (problem,) = deviants({"a": {"FI_X": "1"}, "b": {}})
+    assert [p.host for p in nodes_that_differ({"a": {"torch": "1"}, "b": {"torch": "2"}, "c": {"torch": "2"}})] == ["a"]
+    assert [p.host for p in nodes_that_differ({"a": {"torch": "1"}, "b": {"torch": "2"}})] == ["b"]
+    (problem,) = nodes_that_differ({"a": {"FI_X": "1"}, "b": {}})
     assert problem.message == "b: FI_X is not set here and 1 elsewhere"
 
 
@@ -193,9 +193,9 @@ def seen(clocks: list[float], arrivals: list[float]) -> dict[str, dict[str, tupl
 @pytest.mark.parametrize("arrivals", [[0, 0, 0], [0, 5, 9], [9, 5, 0], [5, 0, 9], [5, 9, 0]])
 def test_clocks_are_compared_whoever_comes_first(arrivals: list[float]) -> None:
     assert clock_offsets(seen([0, 30, 0], arrivals))["n1"] == pytest.approx(30, abs=0.05)
-    problems, notes = wrong_clocks(seen([-30, 0, 2], arrivals))
-    assert [p.host for p in problems] == ["n0"] and "behind" in problems[0].message
-    assert len(notes) == 1 and notes[0].startswith("n2: the clock is 2.0 s ahead")
+    found = wrong_clocks(seen([-30, 0, 2], arrivals))
+    assert [p.host for p in found.problems] == ["n0"] and "behind" in found.problems[0].message
+    assert len(found.notes) == 1 and found.notes[0].startswith("n2: the clock is 2.0 s ahead")
 
 
 def test_a_slow_device_stands_out_and_a_spread_does_not() -> None:
@@ -214,11 +214,11 @@ def test_the_search_finds_a_node_that_cannot_talk(count: int, place: int) -> Non
         taking_part = [host for group in groups for host in group]
         assert len(set(taking_part)) == len(taking_part)
         rounds.append({group: bad not in group or len(group) == 1 for group in groups})
-    (problem,) = spoilers(hosts, rounds, "reset")
+    (problem,) = failing_nodes(hosts, rounds, "reset")
     if count == 2:
-        assert "cannot be told" in problem.message and problem.host == "n1"
+        assert "unknown which node" in problem.message and problem.host == "n1"
     else:
-        assert problem.host == bad and sort_out(rounds) == (set(hosts) - {bad}, {bad})
+        assert problem.host == bad and classify_nodes(rounds) == (set(hosts) - {bad}, {bad})
         assert len(rounds) <= 5
 
 
@@ -227,12 +227,12 @@ def test_two_bad_nodes_are_found_and_a_fault_of_the_whole_is_nobodys() -> None:
     rounds = [{tuple(hosts): False}]
     while groups := next_groups(hosts, rounds):
         rounds.append({group: not {"n0", "n5"} & set(group) for group in groups})
-    assert [p.host for p in spoilers(hosts, rounds, "")] == ["n0", "n5"]
+    assert [p.host for p in failing_nodes(hosts, rounds, "")] == ["n0", "n5"]
     rounds = [{tuple(hosts): False}]
     while groups := next_groups(hosts, rounds):
         rounds.append(dict.fromkeys(groups, True))
-    (problem,) = spoilers(hosts, rounds, "")
-    assert problem.host == "" and "any two of them can" in problem.message
+    (problem,) = failing_nodes(hosts, rounds, "")
+    assert problem.host == "" and "any two of them succeed" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_two_bad_nodes_are_found_and_a_fault_of_the_whole_is_nobodys() -> None:
         ("0, [N/A], [N/A], 3\n1, [N/A], [N/A], 0\n", ""),
         ("0, 0, No, 3\n", "1 of 2 GPUs are there"),
         ("0, 0, No, 3\n1, 2, No, 0\n", "GPU 1 has 2 uncorrected memory errors"),
-        ("0, 0, Yes, 3\n1, 0, No, 0\n", "GPU 0 waits for a reset"),
+        ("0, 0, Yes, 3\n1, 0, No, 0\n", "GPU 0 needs a reset"),
         ("0, 0, No, 3\n1, 0, No, 40000\n", "40000 MB of GPU 1 are in use"),
         ("0, 0, No, 3\n1, 0, No, 40000\n2, 0, No, 0\n", ""),  # a node that is shared
     ],
@@ -263,7 +263,7 @@ def test_an_nvlink_that_is_down_is_named() -> None:
 
 def test_a_name_that_nobody_knows_is_told_from_one_that_means_this_machine() -> None:
     assert "is not known here" in resolve("no-such-host.invalid")[1]
-    assert "means this node itself" in resolve("localhost")[1]
+    assert "this node's own loopback address" in resolve("localhost")[1]
     assert resolve("192.0.2.7") == ("192.0.2.7", "")
 
 
@@ -280,7 +280,7 @@ def test_a_signal_ends_the_wait_for_the_others(tmp_path: Path, monkeypatch: pyte
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    with pytest.raises(AskedToStop):
+    with pytest.raises(StopSignal):
         Preflight(alone, "1", 1, {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000"}).run(lambda verdict: None)
     thread.join()
     assert signal.getsignal(signal.SIGUSR2) == before and json.loads(report.read_text())["rank"] == 1
@@ -298,14 +298,14 @@ def test_a_node_that_cannot_report_stays_longer_than_the_others_wait_for_it(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Preflight, "_exchange", exchange)
-    monkeypatch.setattr(worker_module, "time", SimpleNamespace(sleep=stays.append))
-    for name, value in {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000", NODES_VARIABLE: "n1,n2"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(node_agent, "time", SimpleNamespace(sleep=stays.append))
+    env = {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000", NODES_VARIABLE: "n1,n2"}
+    monkeypatch.setenv(NODES_VARIABLE, "n1,n2")
     folders = {"run_folder": str(tmp_path), "workdir": str(tmp_path)}
-    node = NodeAgent(spec(verb="prepare", arguments=[], image=image, **folders), {})
+    node = NodeAgent(spec(verb="prepare", arguments=[], image=image, **folders), env)
     assert node._preflight() == EXIT_FAULT
     monkeypatch.setattr(sys, "argv", ["worker", "--spec", str(tmp_path / "absent.json")])
-    assert worker_module.main() == EXIT_FAULT  # without the spec it cannot know whether there is an image
+    assert node_agent.main() == EXIT_FAULT  # without the spec it cannot know whether there is an image
     assert len(waits) == 1 and len(stays) == 2 and min(stays) >= 2 * waits[0]
 
 

@@ -1,7 +1,8 @@
-"""Profiles and defaults; and what each back end renders for each profile, byte for byte.
+"""Profiles and defaults; and what each back end renders for each profile, byte for byte. Of a job script that is the
+head; the rest is a packaged file.
 
-golden/BACK_END.txt is the text for one profile, golden/PROFILE.diff what is different for another. After an intended
-change: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_profiles.py, and read the difference.
+golden/BACK_END.txt is the text for one profile, golden/PROFILE.diff the differences for another. After an intended
+change: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_profiles.py, and review the diff.
 """
 
 import difflib
@@ -14,10 +15,10 @@ from specs import LAUNCH, spec
 
 from ingot.errors import ConfigError
 from ingot.launch.build_spec import place_training
-from ingot.launch.kubernetes.kubectl import render as render_manifest
+from ingot.launch.kubernetes.objects import render as render_manifest
 from ingot.launch.profiles import DEFAULTS_VARIABLE, find_profile, profile_names
-from ingot.launch.slurm.script import render as render_script
-from ingot.launch.submit import scripts
+from ingot.launch.slurm.script import render_scripts, script_body
+from ingot.launch.spec import LaunchSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 BACK_ENDS = ("slurm", "prepare", "jobset", "trainjob", "pytorchjob")
@@ -31,11 +32,18 @@ def rendered(profile: str, back_end: str) -> str:
     chosen = spec(profile=profile, gpus_per_node=find_profile(profile).gpus_per_node, env={"NCCL_DEBUG": "INFO"})
     if back_end == "slurm":
         squash = {"image": "/apps/ingot.sqsh", "mounts": ["/data:/data"], "partition": "gpu", "chain": 3, "spares": 1}
-        return render_script(chosen.model_copy(update=squash))
+        return script_heads(chosen.model_copy(update=squash))
     if back_end == "prepare":
         changes = {"verb": "prepare", "gpus_per_node": 0, "image": "/apps/ingot.sqsh", "stage": "/nvme/images"}
-        return "\n".join(scripts(chosen.model_copy(update=changes)).values())
+        return script_heads(chosen.model_copy(update=changes))
     return render_manifest(chosen, back_end, LAUNCH)  # type: ignore[arg-type]
+
+
+def script_heads(chosen: LaunchSpec) -> str:
+    body = script_body("job.sh" if chosen.verb == "train" else "prepare_array.sh")
+    texts = render_scripts(chosen).values()
+    assert all(text.endswith(body) for text in texts)
+    return "\n".join(text.removesuffix(body) for text in texts)
 
 
 def assert_golden(name: str, text: str) -> None:
@@ -70,9 +78,9 @@ def test_every_other_profile_differs_from_it_by_its_golden_lines(profile: str) -
 
 @pytest.mark.parametrize("profile", profile_names())
 def test_a_container_is_told_every_variable_that_is_set(profile: str) -> None:
-    """Those of the image would win otherwise: what the script exports, the profile, the user and the secrets set."""
+    """All that the script exports and that profile, user and secrets set; otherwise the image's own values win."""
     chosen = spec(profile=profile, image="/apps/ingot.sqsh", env={"MY_OWN": "1"}, secrets=["HF_TOKEN"])
-    text = render_script(chosen)
+    text = render_scripts(chosen)["job.sh"]
     (names,) = re.findall(r"--container-env=([A-Za-z0-9_,]+)", text)
     exported = {name for line in re.findall(r"^ *export (.*)$", text, re.M) for name in re.findall(r"(\w+)=", line)}
     assert exported >= {"MASTER_ADDR", "MASTER_PORT", "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"}
@@ -100,7 +108,7 @@ def test_an_unknown_profile_is_refused_with_a_hint(name: str) -> None:
         find_profile(name)
 
 
-def test_a_defaults_file_fills_in_what_the_command_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defaults_file_sets_what_the_command_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "launch.yaml"
     path.write_text("partition: gpu\nprofile: aws-p5\nnodes: 2\nclaims: [shared:/data]\nqueue: research\n")
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(path))
@@ -111,7 +119,7 @@ def test_a_defaults_file_fills_in_what_the_command_leaves_out(tmp_path: Path, mo
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("partitoin: gpu", "did you mean partition"), ("- gpu", "one per line"), ("name: x", "no option of a launch")],
+    [("partitoin: gpu", "did you mean partition"), ("- gpu", "one per line"), ("name: x", "not an option of")],
 )
 def test_a_wrong_defaults_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, reason: str
@@ -122,5 +130,5 @@ def test_a_wrong_defaults_file_is_refused(
     with pytest.raises(ConfigError, match=reason):
         place_training(RUN, {})
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(tmp_path / "absent.yaml"))
-    with pytest.raises(ConfigError, match="which is not there"):
+    with pytest.raises(ConfigError, match="which does not exist"):
         place_training(RUN, {})

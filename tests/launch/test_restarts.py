@@ -1,4 +1,4 @@
-"""How often a job starts again: the job script, run by bash with stand-ins for Slurm's commands."""
+"""How often a job starts again: the job script, run by bash with substitutes for Slurm's commands."""
 
 import hashlib
 import os
@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from specs import put_on_path, spec
 
-from ingot.launch.jobs import read_jobs
 from ingot.launch.preflight import preflight
-from ingot.launch.preflight.diagnosis import Problem
-from ingot.launch.preflight.preflight import Preflight, Verdict
-from ingot.launch.slurm.prepare_array import render_array
-from ingot.launch.slurm.script import MAX_REQUEUES, render
+from ingot.launch.preflight.diagnosis import PreflightResult, Problem
+from ingot.launch.preflight.preflight import Preflight
+from ingot.launch.protocol import ATTEMPT_VARIABLE, LaunchFolder
+from ingot.launch.slurm.script import MAX_REQUEUES, render_scripts
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.status import read_status
 from ingot.launch.submit import submit_to_slurm
-from ingot.launch.supervisor import node_agent as worker
-from ingot.launch.supervisor.restart_policy import judge, read_failures
+from ingot.launch.supervisor import node_agent
+from ingot.launch.supervisor.failure_log import read_failures
+from ingot.launch.supervisor.restart_policy import decide_restart
 
 # an attempt that ends with what the test says; CHECKPOINT is the step that it saves. Staging is done as srun does it.
 SRUN = """
@@ -59,7 +59,10 @@ def start(run: LaunchSpec, restart: int = 0, script: str = "", **env: str) -> su
     job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "RUN": run.run_folder,
            "SLURM_RESTART_COUNT": str(restart)}  # fmt: skip
     return subprocess.run(
-        ["bash", "-c", script or render(run)], env={**os.environ, **job, **env}, capture_output=True, text=True
+        ["bash", "-c", script or render_scripts(run)["job.sh"]],
+        env={**os.environ, **job, **env},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -118,7 +121,7 @@ def test_a_job_whose_first_node_dies_each_time_halts_though_slurm_requeues_it(la
         assert start(launched, restart, DIES="1").returncode == -signal.SIGKILL
     assert not (launched.folder / "HALT").exists()
     assert start(launched, 3, DIES="1").returncode == 3
-    assert "the last was 7.2 on n1: it ended without a word" in halted(launched)
+    assert "the last was 7.2 on n1: it exited without reporting a result" in halted(launched)
     assert attempts(launched) == 3
 
 
@@ -139,7 +142,7 @@ def test_a_job_that_makes_progress_is_requeued_each_time(launched: LaunchSpec) -
 @pytest.mark.parametrize("verb", ["train", "prepare"])
 def test_a_job_that_was_requeued_too_often_halts_with_or_without_progress(launched: LaunchSpec, verb: str) -> None:
     launched = launched.model_copy(update={"verb": verb})
-    script = render(launched) if verb == "train" else render_array(launched)
+    script = next(iter(render_scripts(launched).values()))
     start(launched, MAX_REQUEUES, script, CODE="0")
     assert attempts(launched) == 1 and not (launched.folder / "HALT").exists()
     assert start(launched, MAX_REQUEUES + 1, script, CODE="0").returncode == 3
@@ -159,7 +162,7 @@ def test_a_new_launch_counts_from_zero(launched: LaunchSpec, tmp_path: Path, mon
     assert halted(launched).startswith("halted")
     put_on_path(monkeypatch, tmp_path / "bin", "sbatch", "print(8)")
     submit_to_slurm(launched)
-    assert [job.id for job in read_jobs(Path(launched.run_folder))] == ["8"]
+    assert [job.id for job in LaunchFolder(Path(launched.run_folder)).jobs()] == ["8"]
     start(launched, SLURM_JOB_ID="8", CODE="75", SIGNALED="1")
     assert not (launched.folder / "HALT").exists()
 
@@ -169,23 +172,26 @@ def test_swapping_bad_nodes_for_spares_is_not_an_attempt_without_progress(
 ) -> None:
     """Three bad nodes one after another; the spares bound it, and then the starts of the job."""
 
-    def find(self: Preflight, note: Callable[[Verdict], None]) -> Verdict:
-        verdict = Verdict([Problem("n1: its disk is full", "n1")])
-        note(verdict)
-        return verdict
+    def find(self: Preflight, note: Callable[[PreflightResult], None]) -> PreflightResult:
+        result = PreflightResult([Problem("n1: its disk is full", "n1")])
+        note(result)
+        return result
 
     monkeypatch.setattr(Preflight, "run", find)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(node_agent, "_raise_limits", lambda: None)
     for attempt in ("7.0.1", "7.0.2", "7.0.3"):
-        node = worker.Worker(launched, {"SLURM_JOB_ID": "7", worker.ATTEMPT_VARIABLE: attempt})
-        monkeypatch.setattr(node, "_limits", lambda: None)
+        node = node_agent.NodeAgent(launched, {"SLURM_JOB_ID": "7", ATTEMPT_VARIABLE: attempt})
         assert node.run() == 1
     assert (launched.folder / "bad.7").read_text() == "n1\n" * 3
-    assert len(read_failures(Path(launched.run_folder))) == 3 and judge(read_failures(Path(launched.run_folder))).again
+    assert (
+        len(read_failures(Path(launched.run_folder))) == 3
+        and decide_restart(read_failures(Path(launched.run_folder))).restart
+    )
 
 
-def test_a_verdict_that_never_came_is_recorded(launched: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_never_came_is_recorded(launched: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "ROUND_SECONDS", 0.01)
-    noted: list[Verdict] = []
-    verdict = Preflight(launched, "7.0.1", 1, {})._read_verdict(noted.append)
-    assert noted == [verdict] and "no verdict came" in verdict.problems[0].message
+    noted: list[PreflightResult] = []
+    result = Preflight(launched, "7.0.1", 1, {})._read_result(noted.append)
+    assert noted == [result] and "has written no result" in result.problems[0].message

@@ -15,7 +15,7 @@ import pytest
 from cluster import Cluster, cluster
 from runs import ARGUMENTS, HOOK, Run, assert_as_if_nothing_happened
 
-from ingot.launch.supervisor.restart_policy import read_failures
+from ingot.launch.supervisor.failure_log import read_failures
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow
@@ -181,7 +181,9 @@ def test_nodes_that_can_never_be_given_the_image_halt_the_run(cluster: Cluster, 
     run = Launched(cluster, data, tmp_path / "run", "--image", str(image), "--stage", "/proc/nowhere").submit()
     run.wait(lambda: (run.folder / "launch" / "HALT").exists())
     run.wait_for_end()
-    assert run.states() == ["FAILED"] and run.output().count(".1: 2 nodes are needed and 0 are good") == 3, run.output()
+    assert run.states() == ["FAILED"] and run.output().count(".1: 2 nodes are needed and 0 are usable") == 3, (
+        run.output()
+    )
     said = run.ingot("status", str(run.folder))
     assert "state: halted: 3 starts of the job have led to no new checkpoint" in said
     assert f"cannot copy {image} to /proc/nowhere on n1,n2" in said

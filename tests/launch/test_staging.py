@@ -1,4 +1,4 @@
-"""The job script, run by bash with a stand-in for srun: the image is copied to each node, once and checked, before use.
+"""The job script, run by bash with a substitute for srun: the image is copied to each node, once and checked, before use.
 
 (A Slurm without the pyxis plugin does not know the options of containers, so the real one cannot be asked.)
 """
@@ -14,8 +14,7 @@ import pytest
 from specs import put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.slurm.prepare_array import render_array
-from ingot.launch.slurm.script import render
+from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import submit_to_slurm
 
@@ -51,6 +50,10 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchSpec:
                 spares=1)  # fmt: skip
 
 
+def job_script(spec: LaunchSpec) -> str:
+    return next(iter(render_scripts(spec).values()))
+
+
 def execute(script: str, staged: LaunchSpec, **env: str) -> subprocess.CompletedProcess[str]:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "RUN": staged.run_folder}
     return subprocess.run(["bash", "-c", script], env={**os.environ, **job, **env}, capture_output=True, text=True)
@@ -69,7 +72,7 @@ def test_the_image_is_copied_once_per_node_and_the_run_uses_the_copy(staged: Lau
     for age, name in enumerate(("a", "b", "c"), 1):
         (nvme / f"{name}.sqsh").write_text("of an earlier day")
         os.utime(nvme / f"{name}.sqsh", (age, age))
-    done = execute(render(staged), staged)
+    done = execute(job_script(staged), staged)
     assert done.returncode == 0, done.stdout + done.stderr
     digest = hashlib.sha256(Path(str(staged.image)).read_bytes()).hexdigest()
     assert hashlib.sha256((nvme / f"{digest}.sqsh").read_bytes()).hexdigest() == digest
@@ -85,15 +88,15 @@ def test_a_copy_that_is_there_is_not_made_again(staged: LaunchSpec) -> None:
     copy = Path(str(staged.stage)) / f"{digest}.sqsh"
     copy.parent.mkdir()
     copy.write_text("complete, by its name")
-    execute(render_array(staged.model_copy(update={"verb": "prepare"})), staged)
+    execute(job_script(staged.model_copy(update={"verb": "prepare"})), staged)
     assert copy.read_text() == "complete, by its name"
 
 
-def test_a_node_that_cannot_be_given_the_image_is_left_out(staged: LaunchSpec) -> None:
+def test_a_node_that_cannot_be_given_the_image_is_excluded(staged: LaunchSpec) -> None:
     in_the_way = Path(str(staged.stage)) / "of-n2"
     in_the_way.parent.mkdir()
     in_the_way.write_text("a file where a folder should be")
-    done = execute(render(staged), staged, BROKEN="n2")
+    done = execute(job_script(staged), staged, BROKEN="n2")
     assert done.returncode == 0 and "on n1,n3" in done.stdout, done.stdout + done.stderr
     assert (staged.folder / "bad.7").read_text() == "n2\n"
 
@@ -101,20 +104,20 @@ def test_a_node_that_cannot_be_given_the_image_is_left_out(staged: LaunchSpec) -
 def test_an_image_that_is_not_what_its_sum_says_is_used_nowhere(staged: LaunchSpec) -> None:
     with Path(str(staged.image)).open("r+b") as file:
         file.write(b"another beginning")
-    done = execute(render(staged), staged)
-    assert done.returncode == 1 and "2 nodes are needed and 0 are good" in done.stdout
+    done = execute(job_script(staged), staged)
+    assert done.returncode == 1 and "2 nodes are needed and 0 are usable" in done.stdout
     assert len(calls(staged)) == 1 and not list(Path(str(staged.stage)).glob("*.sqsh"))
 
 
-def test_six_attempts_without_a_word_end_the_chain(
+def test_six_attempts_without_a_result_end_the_chain(
     staged: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_on_path(monkeypatch, tmp_path / "bin", "srun", "sys.exit(1)")  # the image cannot be mounted, say
     put_on_path(monkeypatch, tmp_path / "bin", "sleep")
     plain = staged.model_copy(update={"stage": None})
-    done = execute(render(plain), plain)
+    done = execute(job_script(plain), plain)
     assert done.returncode == 3 and len(calls(plain)) == 6
-    assert "without a word" in (plain.folder / "HALT").read_text()
+    assert "without reporting a result" in (plain.folder / "HALT").read_text()
 
 
 @pytest.mark.parametrize(

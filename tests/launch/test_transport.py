@@ -14,8 +14,9 @@ from ingot.errors import EXIT_FAULT
 from ingot.launch.build_spec import strikes
 from ingot.launch.preflight.transport import TransportWatch, chosen_transport, fallback
 from ingot.launch.supervisor.attempt import run_attempt
+from ingot.launch.supervisor.failure_log import node_name, read_failures, record
 from ingot.launch.supervisor.local_ranks import Node
-from ingot.launch.supervisor.restart_policy import judge, node_name, read_failures, record
+from ingot.launch.supervisor.restart_policy import decide_restart
 
 __all__ = ["cluster", "whole"]
 HOOK = str(Path(__file__).parent / "hook")
@@ -96,7 +97,7 @@ def test_it_counts_as_the_nodes_fault_and_is_worth_another_attempt(tmp_path: Pat
         record(
             tmp_path, attempt="1", rank=3, batch=0, kind="transport", message="n2: sockets", progress=False, host="n2"
         )
-    assert judge(read_failures(tmp_path)).again and strikes(tmp_path) == {"n2": 2}
+    assert decide_restart(read_failures(tmp_path)).restart and strikes(tmp_path) == {"n2": 2}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from ingot.config.model import ModelConfig
 from ingot.errors import IngotError
 from ingot.model.generate import generate, sample
 from ingot.model.init import build_model
-from ingot.model.kernels.bf16_weights import TRITON
+from ingot.model.kernels.conditions import TRITON
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.3, 0.15, 0.1]))
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from ingot.config.model import ModelConfig
 from ingot.model.attention import KVCache, rotary_tables, rotate
 from ingot.model.generate import generate
-from ingot.model.gpt import GPT, IGNORE, flops_per_token, is_matrix
+from ingot.model.gpt import GPT, IGNORE
 from ingot.model.init import build_model
+from ingot.model.shapes import flops_per_token, is_matrix
 
 SMALL = {"d_model": 48, "n_heads": 6, "n_layers": 3, "vocab_size": 130, "max_seq_len": 40}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ def batch(rows: int = 2, length: int = 40) -> Tensor:
 
 def gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
-    model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -136,7 +137,7 @@ def test_padding_leaves_the_loss_alone() -> None:
         b[: a.shape[0]] = a
         assert a.shape == b.shape or name == "wte.weight"
     tokens = batch()
-    torch.testing.assert_close(padded(tokens, labels=tokens), plain(tokens, labels=tokens))
+    torch.testing.assert_close(padded.loss(tokens, tokens), plain.loss(tokens, tokens))
 
 
 def test_the_loss_is_the_sum_over_labels_that_count() -> None:
@@ -144,7 +145,7 @@ def test_the_loss_is_the_sum_over_labels_that_count() -> None:
     labels = tokens.roll(-1, dims=1)
     labels[0, 5:] = IGNORE
     picked = model(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]  # [B, T]
-    torch.testing.assert_close(model(tokens, labels=labels), -picked[labels != IGNORE].sum())
+    torch.testing.assert_close(model.loss(tokens, labels), -picked[labels != IGNORE].sum())
 
 
 @torch.no_grad()
@@ -167,7 +168,7 @@ def test_qk_ln_makes_scores_independent_of_the_size_of_queries_and_keys() -> Non
     for qk_ln in (True, False):
         model = make(family="mpt", positions="alibi", no_bias=True, qk_ln=qk_ln, norm_eps=1e-12)
         before = model(tokens)
-        for block in model.blocks:
+        for block in model.blocks.values():
             rows = block.attn.qkv.weight.view(6, 3, 8, 48)
             rows[:, :2] *= 3  # queries and keys, not values
         difference = (model(tokens) - before).abs().max()
@@ -177,15 +178,15 @@ def test_qk_ln_makes_scores_independent_of_the_size_of_queries_and_keys() -> Non
 @torch.no_grad()
 def test_qk_ln_normalises_over_the_whole_width() -> None:
     model = make(family="llama", n_kv_heads=2, qk_ln=True)
-    assert model.blocks[0].attn.q_norm.weight.shape == (48,)
-    assert model.blocks[0].attn.k_norm.weight.shape == (16,)
+    assert model.blocks["0"].attn.q_norm.weight.shape == (48,)
+    assert model.blocks["0"].attn.k_norm.weight.shape == (16,)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_qk_ln_of_heads_is_megatrons(norm: str) -> None:
     model, tokens = make(family="gpt3", positions="rotary", n_kv_heads=2, qk_ln="heads", norm=norm), batch()
-    attention, x = model.blocks[0].attn, torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(3))
+    attention, x = model.blocks["0"].attn, torch.randn(2, 40, 48, generator=torch.Generator().manual_seed(3))
     assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (8,)
     given: dict[str, Tensor] = {}
     tables = rotary_tables(model.config, torch.arange(40))
@@ -235,13 +236,13 @@ def test_documents_in_one_sequence_are_as_if_each_stood_alone(family: str) -> No
             assert torch.allclose(logits[row, part], alone(tokens[row : row + 1, part])[0], atol=2e-5)
     labels = torch.roll(tokens, -1, 1)
     for recompute in (None, "full"):
-        model.recompute = recompute
+        model.activation_checkpointing = recompute
         model.zero_grad()
-        model.train()(tokens, labels=labels).backward()
+        model.train().loss(tokens, labels).backward()
         alone.zero_grad()
         for row, slices in enumerate(documents):
             for part in slices:
-                alone.train()(tokens[row : row + 1, part], labels=labels[row : row + 1, part]).backward()
+                alone.train().loss(tokens[row : row + 1, part], labels[row : row + 1, part]).backward()
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             assert torch.allclose(mine.grad, other.grad, atol=1e-4, rtol=1e-3)
 
@@ -258,7 +259,7 @@ def test_masks_and_positions_of_documents_are_two_things() -> None:
     with torch.no_grad():
         moved.wpe.weight[30:] = float("nan")  # no document is that long
     assert moved(tokens).isfinite().all()
-    with pytest.raises(ValueError, match="say which token ends a document"):
+    with pytest.raises(ValueError, match="the token that ends a document"):
         ModelConfig(document_mask=True)
 
 
@@ -267,7 +268,7 @@ def test_clip_qkv_bounds_what_attention_gives() -> None:
     tokens = batch()
     model = make(family="mpt", positions="alibi", no_bias=True, clip_qkv=0.25)
     given: list[Tensor] = []
-    model.blocks[0].attn.out.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    model.blocks["0"].attn.out.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
     model(tokens)
     assert given[0].abs().max() <= 0.25 + 1e-6  # a mean of clipped values
     wide, none = make(clip_qkv=1e6), make(clip_qkv=None)
@@ -349,7 +350,7 @@ def test_each_seed_and_each_parameter_draws_its_own_weights() -> None:
         for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True)
         if is_matrix(name, a)
     )
-    assert not torch.equal(one.blocks[0].attn.qkv.weight, one.blocks[1].attn.qkv.weight)
+    assert not torch.equal(one.blocks["0"].attn.qkv.weight, one.blocks["1"].attn.qkv.weight)
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ def test_recomputed_blocks_give_the_same_gradients(family: str, dropout: float) 
     model, tokens = make(**FAMILIES[family], resid_pdrop=dropout, attn_pdrop=dropout).train(), batch()
     torch.manual_seed(0)
     kept = gradients(model, tokens)
-    model.recompute = "full"
+    model.activation_checkpointing = "full"
     torch.manual_seed(0)
     recomputed = gradients(model, tokens)
     assert kept.keys() == recomputed.keys() == dict(model.named_parameters()).keys()
@@ -384,9 +385,9 @@ def test_recomputed_blocks_give_the_same_gradients(family: str, dropout: float) 
 
 def test_blocks_are_recomputed_when_asked() -> None:
     model, tokens = make().train(), batch()
-    model.recompute = "full"
+    model.activation_checkpointing = "full"
     calls: list[torch.nn.Module] = []
-    model.blocks[0].attn.register_forward_pre_hook(lambda module, _: calls.append(module))
+    model.blocks["0"].attn.register_forward_pre_hook(lambda module, _: calls.append(module))
     gradients(model, tokens)
     assert len(calls) == 2
 

@@ -35,8 +35,9 @@ def test_alibi_attention_equals_the_formula(
     batch: int, time: int, groups: int, per_group: int, width: int, window: int | None, documents: float, alibi: bool
 ) -> None:
     """With sliding windows, with documents, and without slopes."""
-    from ingot.model.attention import alibi_slopes, causal_bias, visible_span
+    from ingot.model.attention import alibi_slopes, causal_bias
     from ingot.model.kernels.alibi_attention import alibi_attention
+    from ingot.model.kernels.fused_attention import visible_span
 
     heads, slots = groups * per_group, (slice(0, per_group), per_group, per_group + 1)
     slopes = alibi_slopes(heads, 8).cuda() * alibi
@@ -83,6 +84,7 @@ def test_linear_cross_entropy_equals_the_two_apart(
 ) -> None:
     """`loud`: late columns lie so far above the early ones that the kernel must bring what it wrote to a new level."""
     from ingot.model.kernels import linear_cross_entropy as module
+    from ingot.model.kernels.bf16_weights import CopiedWeight
 
     monkeypatch.setattr(module, "CHUNK_BYTES", 2 * tokens * rows // chunks)
     hidden, weight = (
@@ -110,9 +112,11 @@ def test_linear_cross_entropy_equals_the_two_apart(
     assert float(alone) == pytest.approx(float(found.detach()), rel=1e-6)
     assert fast[1].grad is not None
     before = torch.randn_like(weight) * fast[1].grad.std()  # of its size, or the sum rounds it away
-    total, added = before.clone(), weight.clone().requires_grad_()
+    added = torch.nn.Parameter(weight.clone())
+    working = CopiedWeight(added)
+    added.grad, total = None, working.grad_buffer().copy_(before)
     state = hidden.clone().requires_grad_()
-    found = module.linear_cross_entropy(state, added, labels, vocab, -100, (weight.bfloat16(), total))
+    found = module.linear_cross_entropy(state, added, labels, vocab, -100, working)
     (found / 1000).backward()
     assert added.grad is None and apart(total - before, fast[1].grad) < 1e-4
     assert state.grad is not None and fast[0].grad is not None and torch.equal(state.grad, fast[0].grad)
@@ -238,8 +242,9 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
     from torch._dynamo.utils import counters
 
     from ingot.config.model import ModelConfig
-    from ingot.model.attention import choose_kernel
     from ingot.model.init import build_model
+    from ingot.model.kernels import attach
+    from ingot.parallel.build import LossModel, compile_model
 
     config = ModelConfig(
         d_model=256, n_heads=4, n_layers=2, vocab_size=1000, max_seq_len=200, positions=positions, **more
@@ -251,11 +256,10 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
     counters.clear()
     for device in (torch.device("cpu"), torch.device("cuda")):
         model = build_model(config, 3, torch.device("cpu")).to(device)
-        run = model
+        run = LossModel(model)
         if device.type == "cuda":
-            model.use_kernel(choose_kernel(config, device)[0], 200, device)
-            model.use_precision(precision, device)
-            run = model.compiled()
+            attach(model, device=device, precision=precision)
+            compile_model(run)
         run.train()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = run(tokens[:, :-1].to(device), tokens[:, 1:].to(device)) / 800

@@ -1,32 +1,37 @@
-"""Narrow weights, 8-bit products and the fast GELU: what they promise, shown on the CPU."""
+"""bf16 copies of the weights and 8-bit products: what they promise, shown on the CPU."""
 
 from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from ingot.config.model import ModelConfig
-from ingot.model.gelu import Gelu
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
-from ingot.model.kernels.bf16_weights import Narrow, NarrowLinear, narrow_weights
-from ingot.model.kernels.fp8 import BACKWARD, FORWARD, quantize, use_fp8, why_no_fp8
+from ingot.model.kernels import attach, refresh, use_fp8
+from ingot.model.kernels.bf16_weights import Bf16Embedding, Bf16Linear, CopiedWeight
+from ingot.model.kernels.fp8 import BACKWARD, FORWARD, quantize, why_no_fp8
+from ingot.parallel.build import LossModel
 
 CPU = torch.device("cpu")
 
 
-def train(narrow: bool, compiled: bool, recompute: str | None = None) -> tuple[list[float], list[Tensor]]:
+def train(copies: bool, compiled: bool, recompute: str | None = None) -> tuple[list[float], list[Tensor]]:
     model = build_model(ModelConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=200, max_seq_len=32), 1, CPU)
-    model.recompute = recompute
-    if narrow:
-        model.use_precision("bf16", CPU)
+    model.activation_checkpointing = recompute
+    if copies:
+        attach(model, device=CPU, precision="bf16")
+    model.residual_dtype = torch.bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    run: nn.Module = torch.compile(model, backend="aot_eager", dynamic=False) if compiled else model  # type: ignore
+    run = LossModel(model)
+    if compiled:
+        run.compile(backend="aot_eager", dynamic=False)
     generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(3):
         run.train()
+        refresh(run)
         for _ in range(2):
             tokens = torch.randint(0, 200, (4, 33), generator=generator)
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -38,29 +43,29 @@ def train(narrow: bool, compiled: bool, recompute: str | None = None) -> tuple[l
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-def test_narrow_weights_train_to_the_same_bits_as_autocast() -> None:
-    losses, weights = train(narrow=False, compiled=False)
+def test_bf16_copies_train_to_the_same_bits_as_autocast() -> None:
+    losses, weights = train(copies=False, compiled=False)
     for compiled, recompute in product((False, True), (None, "full", "selective")):
-        narrow_losses, trained = train(narrow=True, compiled=compiled, recompute=recompute)
-        assert narrow_losses == losses
+        copied_losses, trained = train(copies=True, compiled=compiled, recompute=recompute)
+        assert copied_losses == losses
         assert all(torch.equal(a, b) for a, b in zip(weights, trained, strict=True))
 
 
 def test_an_embedding_adds_its_gradient_where_the_others_add_theirs() -> None:
-    layer, plain = nn.Embedding(50, 8), nn.Embedding(50, 8)
-    plain.load_state_dict(layer.state_dict())
-    narrow_weights(layer, torch.bfloat16)
-    assert isinstance(layer, Narrow) and torch.equal(layer.narrow, plain.weight.bfloat16())
+    plain, shared = nn.Embedding(50, 8), nn.Embedding(50, 8)
+    shared.load_state_dict(plain.state_dict())
+    working = CopiedWeight(shared.weight)
+    layer = Bf16Embedding(shared, working)
+    assert torch.equal(working.value(), plain.weight.bfloat16())
     tokens, slopes = torch.randint(0, 50, (2, 3, 40)), torch.randn(2, 3, 40, 8)
-    layer.train()
     for rows, slope in zip(tokens, slopes, strict=True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = layer(rows)
         assert torch.equal(found, plain(rows))
         found.backward(slope)
         plain(rows).backward(slope)
-    assert layer.weight.grad is layer.total
-    torch.testing.assert_close(layer.total, plain.weight.grad)
+    assert shared.weight.grad is working.grad_buffer()
+    torch.testing.assert_close(working.grad_buffer(), plain.weight.grad)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(layer(tokens[0]), plain(tokens[0]))
 
@@ -74,44 +79,75 @@ def test_a_model_is_compiled_in_one_piece(more: dict, recompute: str | None) -> 
     torch._dynamo.reset()  # each of these is another program of the same code
     config = ModelConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=50, max_seq_len=8, **more)
     model = build_model(config, 1, CPU)
-    model.recompute = recompute
-    model.use_precision("bf16", CPU)
-    narrow_weights(model.unembedding, torch.bfloat16)  # as on a GPU
+    model.activation_checkpointing = recompute
+    attach(model, device=CPU, precision="bf16")
+    model.wte = Bf16Embedding(model.wte, CopiedWeight(model.wte.weight))  # as on a GPU
     model.train()
     tokens = torch.randint(0, 50, (2, 9))
-    whole = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)  # fails where it would break
+    loss = torch.compile(model.loss, backend="aot_eager", dynamic=False, fullgraph=True)  # fails where it would break
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        whole(tokens[:, :-1], tokens[:, 1:]).backward()
+        loss(tokens[:, :-1], tokens[:, 1:]).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters() if p.ndim > 1)
 
 
-def test_narrow_weights_follow_every_change_before_training_and_before_evaluation() -> None:
+def test_blocks_compiled_one_by_one_share_a_program() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = build_model(ModelConfig(d_model=32, n_heads=2, n_layers=5, vocab_size=50, max_seq_len=8), 1, CPU)
+    attach(model, device=CPU, precision="bf16")
+    for block in model.blocks.values():
+        block.compile(backend="aot_eager", dynamic=False)
+    tokens = torch.randint(0, 50, (2, 9))
+    for _ in range(2):
+        refresh(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        model.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_bf16_copies_follow_every_change_when_refreshed() -> None:
     model = build_model(ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8), 1, CPU)
-    model.use_precision("bf16", CPU)
-    layer = model.blocks[0].mlp.up
-    assert isinstance(layer, NarrowLinear)
-    for begin in (model.train, model.eval):
+    attach(model, device=CPU, precision="bf16")
+    layer = model.blocks["0"].mlp.up
+    assert isinstance(layer, Bf16Linear)
+    for mode in (True, False):
+        model.train(mode)
         with torch.no_grad():
             layer.weight.mul_(3.0)
-        assert not torch.equal(layer.narrow, layer.weight.bfloat16())
-        begin()
-        assert torch.equal(layer.narrow, layer.weight.bfloat16())
+        assert not torch.equal(layer.working.value(), layer.weight.bfloat16())
+        refresh(model)
+        assert torch.equal(layer.working.value(), layer.weight.bfloat16())
 
 
-def test_narrow_weights_are_no_part_of_the_model_that_is_saved_or_used_in_fp32() -> None:
+def test_refreshing_puts_gradients_that_were_dropped_back_at_zero() -> None:
+    model = build_model(ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8), 1, CPU)
+    attach(model, device=CPU, precision="bf16")
+    layer = model.blocks["0"].mlp.up
+    gradient = layer.weight.grad
+    gradient.fill_(3.0)
+    refresh(model)
+    assert layer.weight.grad is gradient and bool((gradient == 3).all())  # microbatches before it count
+    model.zero_grad(set_to_none=True)
+    refresh(model)
+    assert layer.weight.grad is gradient and not gradient.any()  # at the same address, as CUDA graphs need
+
+
+def test_bf16_copies_are_neither_saved_nor_used_in_fp32() -> None:
     config = ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8)
-    plain, narrow = build_model(config, 1, CPU), build_model(config, 1, CPU)
-    narrow.use_precision("bf16", CPU)
-    assert plain.state_dict().keys() == narrow.state_dict().keys()
+    plain, copied = build_model(config, 1, CPU), build_model(config, 1, CPU)
+    attach(copied, device=CPU, precision="bf16")
+    assert list(plain.state_dict()) == list(copied.state_dict())
+    copied.residual_dtype = None
     tokens = torch.arange(8)[None]
-    assert torch.equal(plain(tokens), narrow(tokens))
+    assert torch.equal(plain(tokens), copied(tokens))
 
 
 def fp8_layer() -> tuple[nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)
-    layer = nn.Linear(48, 32)
-    assert use_fp8(nn.Sequential(layer)) == 1
-    return layer, torch.randn(4, 8, 48, requires_grad=True), torch.randn(4, 8, 32)
+    model = nn.Sequential(nn.Linear(48, 32))
+    assert use_fp8(model) == 1
+    return model[0], torch.randn(4, 8, 48, requires_grad=True), torch.randn(4, 8, 32)
 
 
 def test_an_fp8_layer_equals_quantising_by_hand() -> None:
@@ -153,18 +189,6 @@ def test_fp8_keeps_the_largest_value_and_two_digits_of_the_rest() -> None:
 
 def test_fp8_falls_back_to_bf16_with_the_reason_where_the_hardware_lacks_it() -> None:
     model = GPT(ModelConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=50, max_seq_len=8))
-    note = model.use_precision("fp8", CPU)
-    assert note == f"bf16 instead of fp8: {why_no_fp8(CPU)}"
-    assert type(model.blocks[0].mlp.up) is NarrowLinear
-
-
-def test_the_fast_gelu_is_the_exact_one_to_fp32() -> None:
-    x = torch.linspace(-12, 12, 100_001).requires_grad_()
-    y = Gelu.apply(x)
-    y.sum().backward()
-    exact = x.detach().double().requires_grad_()
-    expected = F.gelu(exact)
-    expected.sum().backward()
-    torch.testing.assert_close(y.double(), expected, atol=1e-6, rtol=0)
-    assert x.grad is not None and exact.grad is not None
-    torch.testing.assert_close(x.grad.double(), exact.grad, atol=1e-6, rtol=0)
+    notes = attach(model, device=CPU, precision="fp8")
+    assert f"bf16 instead of fp8: {why_no_fp8(CPU)}" in notes
+    assert type(model.blocks["0"].mlp.up) is Bf16Linear

@@ -6,8 +6,9 @@ import torch
 from ingot.checkpoint.hf.config import hf_class
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
-from ingot.model.attention import KVCache, causal_bias, choose_kernel, visible_span
+from ingot.model.attention import KVCache, causal_bias
 from ingot.model.init import build_model
+from ingot.model.kernels.fused_attention import choose_attention, visible_span
 
 CPU = torch.device("cpu")
 
@@ -68,8 +69,8 @@ def test_a_span_says_what_the_mask_says(window: int | None) -> None:
 
 def test_the_kernel_is_chosen_with_its_reason() -> None:
     gpu = torch.device("cuda")
-    assert choose_kernel(config("learned", None), gpu)[0] == "sdpa"
-    assert choose_kernel(config("alibi", 7), CPU) == (
+    assert choose_attention(config("learned", None), gpu, "bf16")[0] == "sdpa"
+    assert choose_attention(config("alibi", 7), CPU, "bf16") == (
         "sdpa",
         "ALiBi, a sliding window as an additive mask, since our kernel for it needs a GPU",
     )

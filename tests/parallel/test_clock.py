@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 
-from ingot.parallel.comm_timer import CommTimer
+from ingot.parallel.executors.comm_timer import CommTimer
 
 
 def _worker(rank: int, port: int) -> None:

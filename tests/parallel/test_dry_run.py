@@ -11,18 +11,18 @@ PROGRAM = """
 import json, sys, torch
 from ingot.config.load import load_config
 from ingot.plan.dry_run import dry_run
-from ingot.parallel.memory_estimate import Work, choose_layout, memory_needs
+from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory
 from ingot.config.run import RunConfig
 
 config = load_config(RunConfig, [*sys.argv[2:], "data=x"])
 batch, world = config.global_train_batch_size, int(sys.argv[1])
-layout, _ = choose_layout(config.parallel, world, config.model, batch, Work.of(config))
+layout, _ = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config))
 bytes = dry_run(
-    config.model, config.parallel, layout, seq_len=config.max_seq_len, micro=Work.of(config).micro,
-    precision=config.precision, recompute=Work.of(config).recompute,
-    make_optimizer=lambda spread: torch.optim.AdamW(list(spread.names), foreach=False),
+    config.model, config.parallel, layout, seq_len=config.max_seq_len, micro=StepShape.of(config).micro,
+    precision=config.precision, recompute=StepShape.of(config).recompute,
+    make_optimizer=lambda spread: torch.optim.AdamW(list(spread.roots[0].parameters()), foreach=False),
 )
-estimate = memory_needs(config.model, layout, config.parallel, Work.of(config)).total
+estimate = estimate_memory(config.model, layout, config.parallel, StepShape.of(config)).total
 share = config.model.parameters * 4 * layout.replicate / layout.size
 print(json.dumps(bytes | {"share": share, "estimate": estimate}))
 """

@@ -10,11 +10,10 @@ from ingot.config.parallel import ParallelConfig
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.supervisor.local_ranks import find_node
-from ingot.model.gpt import parameter_shapes
+from ingot.model.shapes import parameter_shapes
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory
 from ingot.parallel.rank_env import RankEnv, find_rank_env, first_host
-from ingot.training.microbatch_search import largest_within, must_fit
 
 MODEL = ModelConfig(d_model=64, n_heads=4, n_layers=4, vocab_size=128, max_seq_len=64)
 
@@ -75,12 +74,13 @@ def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], pro
     import torch
 
     from ingot.config.run import RunConfig
-    from ingot.training.device import check_spread, choose_compile
+    from ingot.parallel.executors.build import check_distributed
+    from ingot.parallel.executors.device import choose_compile
 
     parallel = {"pipeline": 2, "pipeline_schedule": "zero_bubble"}
     config = RunConfig.model_validate({"data": "x", "parallel": parallel, **values})
     with pytest.raises(ConfigError, match=problem):
-        check_spread(config, Layout(pipeline=2))
+        check_distributed(config, Layout(pipeline=2))
         choose_compile(config, torch.device("cpu"), Layout(pipeline=2))
 
 
@@ -166,23 +166,6 @@ def test_the_activations_of_a_token_and_layer_are_those_counted_by_hand(
     needs = estimate_memory(model, Layout(), ParallelConfig(), StepShape(64, micro=3, precision=precision))
     values = 64 * (stream + inputs + products + cheap)
     assert needs.activations / (3 * 64 * model.n_layers) == {"bf16": 2, "fp32": 4}[precision] * values
-
-
-@pytest.mark.parametrize(("room", "size"), [(99, 1), (119, 2), (139, 4), (159, 6), (160, 8), (10_000, 8)])
-def test_the_microbatch_is_the_largest_on_the_line_through_the_last_two_tries(room: int, size: int) -> None:
-    peaks = {1: 95, 2: 100, 4: 120}  # the first is mostly something else; then 10 for each sequence
-    assert largest_within(peaks, room, [1, 2, 4, 6, 8, 16, 32, 64]) == size
-
-
-def test_memory_that_falls_from_one_try_to_the_next_does_not_make_everything_fit() -> None:
-    """As that of a recomputing 7b model does, whose activations are less than a communication buffer."""
-    assert largest_within({1: 100, 2: 98}, 120, [1, 2, 4, 8, 16]) == 4
-
-
-@pytest.mark.parametrize(("room", "fits"), [(159, False), (160, True)])
-def test_a_size_is_tried_only_where_it_cannot_fail(room: int, fits: bool) -> None:
-    """80 are kept and 40 come with 4 sequences: at most 80 with 8."""
-    assert must_fit({1: 95, 2: 100, 4: 120}, 80, room, 8) == fits
 
 
 @pytest.mark.parametrize(("data", "batch"), [(3, 8), (4, 8), (5, 7), (8, 8)])

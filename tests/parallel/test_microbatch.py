@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from conftest import TINY, Ingot
 from harness import losses, train_here
 from test_launch import LIMIT, WIDE
@@ -17,10 +16,11 @@ from test_launch import LIMIT, WIDE
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.parallel.executors.base import MemoryUse
 from ingot.parallel.layout import Layout
+from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.report.metrics_file import read_rows
-from ingot.training import microbatch_search as microbatch
-from ingot.training.microbatch_search import choose_recompute, remember_too_much
+from ingot.training.microbatch_search import MemorySearch, choose_microbatch, record_oom_size
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ from ingot.training.microbatch_search import choose_recompute, remember_too_much
 def test_a_run_starts_again_below_the_size_that_did_not_fit(
     asked: str, layout: Layout, used: int, data: Path, tmp_path: Path
 ) -> None:
-    remember_too_much(tmp_path / "run", 4, layout)
+    record_oom_size(tmp_path / "run", 4, layout)
     more = ["max_duration=1ba", f"device_train_microbatch_size={asked}", "data.eval=null"]
     train_here([*TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", *more])
     assert [row["trainer/device_train_microbatch_size"] for row in read_rows(tmp_path / "run")] == [used]
 
 
 def test_starting_over_forgets_what_did_not_fit(data: Path, tmp_path: Path, ingot: Ingot) -> None:
-    remember_too_much(tmp_path / "run", 4, Layout())
+    record_oom_size(tmp_path / "run", 4, Layout())
     more = ["max_duration=1ba", "device_train_microbatch_size=8", "data.eval=null"]
     ingot("train", "--fresh", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", *more)
     assert read_rows(tmp_path / "run")[0]["trainer/device_train_microbatch_size"] == 8
@@ -52,6 +52,44 @@ def test_a_damaged_note_is_no_note(data: Path, tmp_path: Path) -> None:
     assert read_rows(tmp_path / "run")[0]["trainer/device_train_microbatch_size"] == 8
 
 
+class FakeExecutor:
+    """A device of a given size, on which passes need what a function says. One that cannot recover must not fail."""
+
+    def __init__(self, limit: float | None, use: Callable[[str | None, int], MemoryUse], layout: Layout = Layout(),
+                 recovers: bool = True):  # fmt: skip
+        self.limit, self.use, self.layout, self.can_recover_from_oom = limit, use, layout, recovers
+        self.enough_tokens = 4096 if recovers else 8192
+        self.microbatch, self.recompute, self.tried = 0, None, []
+
+    def set_recompute(self, kind: str | None) -> None:
+        self.recompute = kind
+
+    def memory_limit(self) -> float | None:
+        return self.limit
+
+    def all_gather(self, values: list[float]) -> list[list[float]]:
+        return [values]
+
+    def probe_memory(self, size: int) -> MemoryUse | None:
+        use = self.use(self.recompute, size)
+        self.tried.append((self.recompute, size))
+        if use.peak > self.limit:
+            assert self.can_recover_from_oom, f"{size} sequences with {self.recompute} failed inside a collective"
+            return None
+        return use
+
+
+def estimated(config: RunConfig, layout: Layout) -> Callable[[str | None, int], MemoryUse]:
+    """Memory exactly as estimated."""
+
+    def use(kind: str | None, size: int) -> MemoryUse:
+        shape = replace(StepShape.of(config), micro=size, recompute=kind)
+        needs = estimate_memory(config.model, layout, config.parallel, shape)
+        return MemoryUse(int(needs.weights + needs.gradients + needs.optimizer), int(needs.total))
+
+    return use
+
+
 @pytest.mark.parametrize(
     ("arguments", "layout", "gibibytes", "recomputed"),
     [
@@ -61,66 +99,88 @@ def test_a_damaged_note_is_no_note(data: Path, tmp_path: Path) -> None:
         ("mpt-30b", Layout(shard=8), 80, "full"),
         ("mpt-13b device_train_microbatch_size=1", Layout(shard=8), 80, None),
         ("mpt-7b device_train_microbatch_size=8", Layout(shard=8), 80, "selective"),
-        ("mpt-30b", Layout(shard=2), 80, "full"),  # which does not fit either
         ("mpt-13b parallel.pipeline_schedule=zero_bubble", Layout(shard=4, pipeline=2), 80, "full"),
         ("mpt-7b activation_checkpointing=full", Layout(shard=8), 80, "full"),
-        ("mpt-30b activation_checkpointing=none", Layout(shard=8), 80, None),
+        ("mpt-7b activation_checkpointing=none", Layout(shard=8), 80, None),
         ("mpt-30b", Layout(shard=8), None, None),
     ],
 )
-def test_a_spread_model_recomputes_as_little_as_leaves_room_for_some_sequences(
-    arguments: str, layout: Layout, gibibytes: int | None, recomputed: str | None
+def test_ranks_recompute_as_little_as_leaves_room_for_some_sequences_and_never_fail(
+    arguments: str, layout: Layout, gibibytes: int | None, recomputed: str | None, tmp_path: Path
 ) -> None:
     config = load_config(RunConfig, [*arguments.split(), "data=x"])
-    assert choose_recompute(config, layout, gibibytes and gibibytes << 30)[0] == recomputed
+    executor = FakeExecutor(gibibytes and gibibytes << 30, estimated(config, layout), layout, recovers=False)
+    choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
+    assert executor.recompute == recomputed
+    if config.activation_checkpointing == "auto" and gibibytes:
+        assert executor.tried[0][1] == 1  # of the kind that needs the least
+
+
+def test_a_model_too_large_for_several_ranks_is_an_error_that_is_found_at_once(tmp_path: Path) -> None:
+    config = load_config(RunConfig, ["mpt-30b", "data=x"])
+    executor = FakeExecutor(80 << 30, estimated(config, Layout(shard=2)), Layout(shard=2), recovers=False)
+    with pytest.raises(AssertionError, match="1 sequences with full failed"):  # of the fake; a real one says what to do
+        choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
+    assert executor.tried == [("full", 1)]
 
 
 @pytest.mark.parametrize(
     ("fits", "asked", "size", "recomputed", "said"),
     [
-        ((99, 99, 99), "auto", 32, None, "within 65536 tokens, enough to keep a GPU busy, which fits, tried before"),
-        ((2, 5, 99), "auto", 2, None, "the largest that fits, tried before the first step (1.0 GiB with optimizer"),
-        ((1, 5, 99), "auto", 4, "selective", "; recomputed: selective, since the largest would be 1 with nothing"),
-        (
-            (0, 1, 99),
-            "auto",
-            32,
-            "full",
-            "; recomputed: full, since the largest would be 0 with nothing, 1 with selective",
-        ),
-        ((1, 1, 1), "auto", 1, None, "; recomputed: nothing, since the largest would be 1 with selective, 1 with full"),
-        ((0, 0, 1), "auto", 1, "full", "the largest that fits"),
+        ((99, 99, 99), "auto", 32, None, "that fits, capped at 65,536 tokens (tested before step 1: 1.0 GiB with opt"),
+        ((2, 5, 99), "auto", 2, None, "largest divisor of the global batch that fits (tested before step 1: 1.0 GiB"),
+        ((1, 5, 99), "auto", 4, "selective", "; recomputed: selective (the largest would be 1 with nothing)"),
+        ((0, 1, 99), "auto", 32, "full", "; recomputed: full (the largest would be 0 with nothing, 1 with selective)"),
+        ((1, 1, 1), "auto", 1, None, "; recomputed: nothing (the largest would be 1 with selective, 1 with full)"),
+        ((0, 0, 1), "auto", 1, "full", "that fits"),
         ((8, 8, 8), 8, 8, None, "as configured; recomputed: nothing"),
         ((4, 7, 8), 8, 8, "full", "as configured; recomputed: full"),
         ((4, 4, 4), 8, 8, "full", "as configured; recomputed: full"),  # the first step will halve it
     ],
 )
 def test_on_one_gpu_as_little_is_recomputed_as_leaves_room_for_4096_tokens(
-    fits: tuple[int, int, int], asked: int | str, size: int, recomputed: str | None, said: str,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    fits: tuple[int, int, int], asked: int | str, size: int, recomputed: str | None, said: str, tmp_path: Path
+) -> None:
     """By what would fit; tests/train/test_gpu.py has a real one."""
-
-    def largest(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, int]:
-        room = fits[microbatch.KINDS.index(model.recompute)]
-        return max([n for n in sizes if n <= room], default=0), 1 << 30
-
-    monkeypatch.setattr(microbatch, "_largest_that_fits", largest)
+    rooms = dict(zip((None, "selective", "full"), fits, strict=True))
+    executor = FakeExecutor(1 << 30, lambda kind, n: MemoryUse(0, (1 << 30) + (n > rooms[kind])))
     config = load_config(RunConfig, ["mpt-7b", f"device_train_microbatch_size={asked}", "data=x"])
-    model = SimpleNamespace(recompute=None)
-    found, why = microbatch.choose_microbatch(config, model, torch.device("cuda"), None, tmp_path)  # type: ignore[arg-type]
-    assert (found, model.recompute) == (size, recomputed)
+    why = choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
+    assert (executor.microbatch, executor.recompute) == (size, recomputed)
     assert said in why
 
 
-def test_a_model_that_does_not_fit_at_all_is_refused_with_what_is_left_to_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(microbatch, "_largest_that_fits", lambda *_: (0, 0))
+def test_a_model_that_does_not_fit_at_all_is_refused_with_what_is_left_to_try(tmp_path: Path) -> None:
     for asked, advice in (("auto", "use a shorter"), ("none", "use activation_checkpointing=true, a shorter")):
         config = load_config(RunConfig, ["mpt-30b", f"activation_checkpointing={asked}", "data=x"])
         with pytest.raises(ConfigError, match=advice):
-            microbatch.choose_microbatch(config, SimpleNamespace(), torch.device("cuda"), None, tmp_path)  # type: ignore[arg-type]
+            choose_microbatch(config, FakeExecutor(1, lambda kind, n: MemoryUse(2, 2)), tmp_path)  # type: ignore[arg-type]
+
+
+def search(peaks: Callable[[int], int], kept: int, limit: int, sizes: list[int]) -> tuple[int, list[int]]:
+    """The size that ranks choose, and the sizes that they try."""
+    executor = FakeExecutor(limit, lambda kind, n: MemoryUse(kept, peaks(n)), recovers=False)
+    found = MemorySearch(executor, sizes, limit, lambda kind, n: 0.0).run([None], 10**9)  # type: ignore[arg-type]
+    return found[1], [size for _, size in executor.tried]
+
+
+@pytest.mark.parametrize(("limit", "size"), [(99, 1), (119, 2), (139, 4), (159, 6), (160, 8), (10_000, 64)])
+def test_ranks_choose_the_largest_size_on_the_line_through_the_last_two_tries(limit: int, size: int) -> None:
+    def peak(n: int) -> int:  # the first is mostly something else; then 10 for each sequence
+        return 95 if n == 1 else 80 + 10 * n
+
+    assert search(peak, 80, limit, [1, 2, 4, 6, 8, 16, 32, 64])[0] == size
+
+
+def test_the_line_is_trusted_up_to_the_next_doubling_only() -> None:
+    """Peaks bend upwards where another part of the step takes over."""
+    assert search({1: 85, 2: 84, 4: 90}.__getitem__, 60, 115, [1, 2, 4, 8, 16, 32]) == (8, [1, 2, 4])
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(159, [1, 2, 4]), (160, [1, 2, 4, 8])])
+def test_ranks_try_a_size_only_where_it_cannot_fail(limit: int, tried: list[int]) -> None:
+    """80 are kept and 40 come with 4 sequences: at most 80 with 8."""
+    assert search({1: 95, 2: 100, 4: 120, 8: 130}.__getitem__, 80, limit, [1, 2, 4, 8])[1] == tried
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.model.kernels.bf16_weights import TRITON
+from ingot.model.kernels.conditions import TRITON
 
 PROGRAM = """
 import os, signal
@@ -22,7 +22,7 @@ pool = async_compile.AsyncCompile.process_pool()
 assert pool.submit(os.getpid).result(60) != os.getpid()
 for number in SIGNALS:
     os.killpg(0, number)
-print(len(heard), pool.submit(os.getpid).result(60) != os.getpid())
+print(len(heard) == len(SIGNALS), pool.submit(os.getpid).result(60) != os.getpid())
 """
 
 
@@ -31,7 +31,7 @@ def test_signals_to_the_process_group_leave_the_compilers_alive() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200, start_new_session=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "True"]
+    assert done.stdout.split() == ["True", "True"]
 
 
 @pytest.mark.skipif(TRITON, reason="where there is Triton, the kernel of the loss brings the compiler along")
@@ -39,7 +39,7 @@ def test_on_a_cpu_a_run_trains_and_saves_without_the_compiler(data: Path, tmp_pa
     program = """
 import sys
 from ingot.config.load import load_config
-from ingot.report.listeners import train
+from ingot.api import train
 from ingot.config.run import RunConfig
 train(load_config(RunConfig, sys.argv[1:]))
 sys.exit("torch._dynamo" in sys.modules)

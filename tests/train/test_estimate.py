@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from ingot.api import train
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.model.gpt import GPT
-from ingot.report.listeners import train
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -19,9 +19,9 @@ CONFIG = ["model.d_model=256", "model.n_heads=4", "model.n_layers=4", "model.voc
 
 
 def run(data: Path, folder: Path, *more: str) -> list[dict[str, float]]:
+    from ingot.api import train
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.report.listeners import train
 
     train(load_config(RunConfig, [*CONFIG, f"data={data}", f"save_folder={folder}", *more]))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -51,7 +51,7 @@ def test_alibi_by_our_kernel_trains_as_by_the_additive_mask(
 ) -> None:
     alibi = ["model.positions=alibi", "model.no_bias=true", "precision=bf16"]
     fast = run(data, tmp_path / "fast", *alibi)
-    monkeypatch.setattr("ingot.training.trainer.choose_kernel", lambda config, device: ("sdpa", "for comparison"))
+    monkeypatch.setattr("ingot.model.kernels.choose_attention", lambda *_: ("sdpa", "for comparison"))
     mask = run(data, tmp_path / "mask", *alibi, "compile=false")
     assert fast[0]["loss/train/total"] == pytest.approx(mask[0]["loss/train/total"], rel=1e-3)
     assert fast[-1]["loss/train/total"] == pytest.approx(mask[-1]["loss/train/total"], rel=0.05)
@@ -151,7 +151,7 @@ def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_pat
 def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None:
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.model.init import build_model
+    from ingot.parallel.build import BuildOptions, build_single
     from ingot.training.microbatch_search import KINDS, _largest_that_fits, choose_microbatch
 
     config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_heads=8", "model.n_layers=8",
@@ -160,11 +160,10 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
     total = torch.cuda.get_device_properties(device).total_memory
     gc.collect()  # models of the tests before are in cycles: freed later, their memory would make up for the limits below
     torch.cuda.empty_cache()
-    model = build_model(config.model, 1, device)
-    model.use_precision("bf16", device)
+    model, _ = build_single(config.model, 1, BuildOptions(device, "bf16", config.max_seq_len))
     peaks = []
     for kind in KINDS:
-        model.recompute = kind
+        model.gpt.activation_checkpointing = kind
         peaks.append(_largest_that_fits(config, model, device, [2])[1])
     assert peaks == sorted(peaks, reverse=True)
     try:
@@ -175,7 +174,7 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
             for asked in (2, "auto"):
                 fitted = config.model_copy(update={"device_train_microbatch_size": asked})
                 size, why = choose_microbatch(fitted, model, device, None, tmp_path)
-                assert (size, model.recompute) == (2, kind), why
+                assert (size, model.gpt.activation_checkpointing) == (2, kind), why
                 assert f"recomputed: {kind or 'nothing'}" in why
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

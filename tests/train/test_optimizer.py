@@ -7,7 +7,7 @@ import torch
 
 from ingot.config.load import validate
 from ingot.config.model import ModelConfig
-from ingot.config.run import OptimizerConfig
+from ingot.config.training import OptimizerConfig
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
 from ingot.training.optimizer import Optimizer, orthogonal, orthogonal_in_stacks

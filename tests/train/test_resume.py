@@ -14,11 +14,11 @@ import torch
 from conftest import TINY, Ingot
 from safetensors.torch import load_file
 
+from ingot.api import train
 from ingot.checkpoint.manifest import read_manifest, steps_in, verify
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DataError
-from ingot.report.listeners import train
 from ingot.report.metrics_file import read_rows
 
 # dropout, so that the random state matters; more steps than one checkpoint interval, so that resuming matters
@@ -194,7 +194,7 @@ def test_what_would_make_it_another_run_is_refused_and_nothing_is_touched(
 
 
 def test_other_data_is_refused(data: Path, whole: Path) -> None:
-    with pytest.raises(DataError, match=r"the training data .* is not what the checkpoint was trained on"):
+    with pytest.raises(DataError, match=r"the training data .* has changed since the checkpoint"):
         run(data, whole, "max_duration=40ba", "data.train.split=val")
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from ingot.config.durations import BatchClock, Duration
-from ingot.config.run import SchedulerConfig
+from ingot.config.training import SchedulerConfig
 from ingot.training.schedule import lr_multiplier
 
 CLOCK = BatchClock(batch_samples=8, sample_tokens=32, epoch_samples=800, max_duration=Duration(100, "ba"))

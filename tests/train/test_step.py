@@ -1,5 +1,7 @@
 """One optimizer step: the same result however the batch is cut."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,22 +9,42 @@ import torch
 from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.data.loading.open_dataset import IGNORE
-from ingot.model.init import build_model
-from ingot.training.device import peak_flops
+from ingot.data.loading.token_dataset import IGNORE
+from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel.executors.device import peak_flops
+from ingot.parallel.executors.single import SingleProcess
+from ingot.training.loss_scale import LossScale
 from ingot.training.optimizer import Optimizer
-from ingot.training.step import TrainStep
+from ingot.training.step import StepResult, train_step
 
 CPU = torch.device("cpu")
 
 
-def make_step(micro: int, **values: object) -> TrainStep:
+class Step:
+    """An executor, its optimizer and its scaler."""
+
+    def __init__(self, config: RunConfig, executor: SingleProcess):
+        self.config, self.executor, self.model = config, executor, executor.model.gpt
+        self.optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
+        self.scaler = LossScale(CPU, enabled=config.precision == "fp16")
+
+    def accumulate(self, batch: Batch) -> torch.Tensor:
+        return self.executor.accumulate(batch)
+
+    def run(self, batch: Batch) -> StepResult:
+        return train_step(self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping)
+
+
+def make_step(micro: int, **values: object) -> Step:
     model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24}
     base = {"model": model, "max_seq_len": 24, "data": "x", "global_train_batch_size": 8, "precision": "fp32"}
     config = validate(RunConfig, base | values)
-    gpt = build_model(config.model, 1, CPU)
-    gpt.recompute = config.recompute
-    return TrainStep(config, gpt, Optimizer(config.optimizer, {p: n for n, p in gpt.named_parameters()}), CPU, micro)
+    model, _ = build_single(config.model, 1, BuildOptions(CPU, config.precision, config.max_seq_len))
+    executor = SingleProcess(model, config, CPU)
+    executor.microbatch = micro
+    executor.set_recompute(config.recompute)
+    executor.weights_changed()
+    return Step(config, executor)
 
 
 def make_batch(uneven: bool) -> Batch:
@@ -35,7 +57,7 @@ def make_batch(uneven: bool) -> Batch:
     return Batch(tokens, labels, np.arange(8))
 
 
-def gradients(step: TrainStep, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(step: Step, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     loss = float(step.accumulate(batch))
     return loss, {name: p.grad.double() for name, p in step.model.named_parameters() if p.grad is not None}
 
@@ -88,7 +110,7 @@ def test_the_logged_norm_is_from_before_clipping_and_the_update_from_after() -> 
     def moved(clip: float | None) -> tuple[float, float]:
         step = make_step(8, gradient_clipping=clip, optimizer=optimizer)
         before = [p.detach().clone() for p in step.model.parameters()]
-        _, norm = step.run(batch)
+        norm = step.run(batch).grad_norm
         change = [(a.detach() - b).norm() for a, b in zip(step.model.parameters(), before, strict=True)]
         return float(norm), float(torch.stack(change).norm())
 
@@ -100,25 +122,44 @@ def test_the_logged_norm_is_from_before_clipping_and_the_update_from_after() -> 
 
 def test_bf16_trains_with_fp32_weights_and_stays_close_to_fp32() -> None:
     batch = make_batch(False)
-    exact, _ = make_step(8).run(batch)
+    exact = make_step(8).run(batch).loss_share
     step = make_step(8, precision="bf16")
-    rough, _ = step.run(batch)
+    rough = step.run(batch).loss_share
     assert all(p.dtype == torch.float32 for p in step.model.parameters())
     assert all(t.dtype == torch.float32 for t in step.optimizer.state_tensors().values())
     assert float(rough) != float(exact)
     assert float(rough) == pytest.approx(float(exact), rel=0.02)
 
 
-def test_dropout_is_drawn_from_the_seed() -> None:
+def test_dropout_depends_on_seed_and_step_and_on_nothing_drawn_before() -> None:
     batch = make_batch(False)
     model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24, "resid_pdrop": 0.3,
              "attn_pdrop": 0.3, "emb_pdrop": 0.3}  # fmt: skip
 
-    def loss(seed: int) -> float:
-        torch.manual_seed(seed)
-        return float(make_step(8, model=model).accumulate(batch))
+    def loss(seed: int, step: int, drawn_before: int) -> float:
+        torch.manual_seed(drawn_before)
+        made = make_step(8, model=model, seed=seed)
+        made.executor.begin_step(step)
+        return float(made.accumulate(batch))
 
-    assert loss(1) == loss(1) != loss(2)
+    assert loss(1, 5, 0) == loss(1, 5, 1)
+    assert len({loss(1, 5, 0), loss(2, 5, 0), loss(1, 6, 0)}) == 3
+
+
+def test_each_microbatch_draws_its_own_dropout_masks() -> None:
+    half = make_batch(False)
+    batch = Batch(np.tile(half.tokens[:4], (2, 1)), np.tile(half.labels[:4], (2, 1)), half.samples)
+    model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24, "resid_pdrop": 0.3}
+    step, losses = make_step(4, model=model), []
+    plain = step.executor.forward_backward
+
+    def watched(*arguments: torch.Tensor) -> torch.Tensor:
+        losses.append(float(plain(*arguments)))
+        return torch.tensor(losses[-1])
+
+    step.executor.forward_backward = watched  # type: ignore[method-assign]
+    step.accumulate(batch)
+    assert losses[0] != losses[1]  # of the same four sequences
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
@@ -127,8 +168,8 @@ def test_fp16_leaves_the_weights_alone_when_a_gradient_overflows_and_halves_the_
     step = make_step(4, precision="fp16", optimizer={"name": optimizer, "lr": 0.01})
     before = [p.detach().clone() for p in step.model.parameters()]
     step.scaler.factor.fill_(1e30)
-    loss, norm = step.run(batch)
-    assert torch.isfinite(loss) and not torch.isfinite(norm)
+    result = step.run(batch)
+    assert torch.isfinite(result.loss_share) and not torch.isfinite(result.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), before, strict=True))
     assert step.scaler.get_scale() == pytest.approx(5e29)
     step.scaler.factor.fill_(1024.0)
@@ -140,10 +181,10 @@ def test_fp16_leaves_the_weights_alone_when_a_gradient_overflows_and_halves_the_
 
 def test_fp16_gives_the_norm_and_the_update_of_fp32_nearly() -> None:
     batch = make_batch(False)
-    exact, norm = make_step(4).run(batch)
-    loss, scaled = make_step(4, precision="fp16").run(batch)
-    assert float(loss) == pytest.approx(float(exact), rel=1e-3)
-    assert float(scaled) == pytest.approx(float(norm), rel=1e-2)
+    exact = make_step(4).run(batch)
+    scaled = make_step(4, precision="fp16").run(batch)
+    assert float(scaled.loss_share) == pytest.approx(float(exact.loss_share), rel=1e-3)
+    assert float(scaled.grad_norm) == pytest.approx(float(exact.grad_norm), rel=1e-2)
 
 
 def test_timing_the_peak_leaves_the_random_numbers_of_the_run_alone() -> None:
@@ -156,23 +197,44 @@ def test_timing_the_peak_leaves_the_random_numbers_of_the_run_alone() -> None:
 class Recorded:
     """Stands for a CUDA graph: the same pass, and a count of its uses."""
 
-    def __init__(self, step: TrainStep):
-        self.step, self.begun, self.rows = step, 0, []
+    def __init__(self, executor: SingleProcess):
+        self.executor, self.begun, self.rows = executor, 0, []
 
     def begin(self) -> None:
         self.begun += 1
 
     def run(self, inputs: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
         self.rows.append(len(inputs))
-        return self.step.forward_backward(inputs, labels, divisor)
+        return self.executor.forward_backward(inputs, labels, divisor)
 
 
 def test_a_graph_stands_for_whole_microbatches_alone() -> None:
     batch = make_batch(uneven=True)
     plain, step = make_step(3), make_step(3)
-    step.graph = graph = Recorded(step)
+    step.executor.graph = graph = Recorded(step.executor)  # type: ignore[assignment]
     expected, found = gradients(plain, batch), gradients(step, batch)
     assert (graph.begun, graph.rows) == (1, [3, 3])  # of 8 sequences the last 2 are another shape
     assert found[0] == expected[0] and all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
-    step.retry_with(2)
-    assert step.graph is None  # recorded for microbatches of 3
+
+
+def test_a_batch_that_does_not_fit_is_repeated_in_microbatches_half_as_large() -> None:
+    """A real allocation that fails, beyond two sequences, with half of the gradients already added."""
+    batch, said = make_batch(uneven=True), []
+    expected, step = gradients(make_step(2), batch), make_step(4)
+    step.executor.messages = SimpleNamespace(warn=said.append)  # type: ignore[assignment]
+    step.executor.graph = Recorded(step.executor)  # type: ignore[assignment]
+    plain, calls = step.executor.model.forward, []
+
+    def limited(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(len(tokens))
+        if calls == [4, 4]:
+            torch.empty(1 << 60)
+        return plain(tokens, labels)
+
+    step.executor.model.forward = limited  # type: ignore[method-assign]
+    step.executor.begin_step(6)
+    found = gradients(step, batch)
+    assert calls == [4, 4, 2, 2, 2, 2] and step.executor.microbatch == 2
+    assert said == ["out of memory at batch 7; trying it again with microbatches of 2"]
+    assert step.executor.graph is None  # captured for microbatches of 4
+    assert found[0] == expected[0] and all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])

@@ -243,7 +243,7 @@ def make_hf(root: Path) -> dict:
 
 def make_launched(root: Path) -> dict:
     """Launch folders as a login node, job scripts and nodes leave them, on stand-ins for sbatch and kubectl."""
-    from ingot.launch.supervisor.restart_policy import mark_start, record
+    from ingot.launch.supervisor.failure_log import mark_start, record
 
     programs = root / "ref" / "bin"
     programs.mkdir()

@@ -322,7 +322,7 @@ def test_the_logs_of_a_launched_run_are_the_same(root: Path, cluster: Path) -> N
 
 def test_a_slurm_run_is_launched_again_without_the_nodes_that_failed(root: Path, cluster: Path) -> None:
     def parts(text: str) -> tuple[list[str], dict]:
-        script, _, spec = text.partition("/spec.json\n")
+        script, _, spec = text.rpartition("/spec.json\n")
         return [line for line in script.splitlines() if line.startswith("#SBATCH")], json.loads(spec)
 
     options, spec = parts(placed(EXPECTED["launched"]["slurm"]["resume"], root))

@@ -13,10 +13,6 @@ from ingot.errors import CheckpointError, disk_error
 from ingot.storage.object_store import Again, NotThere, Remote
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
 @dataclass(frozen=True)
 class CheckpointLocation:
     """A checkpoint in a folder or at a URL."""

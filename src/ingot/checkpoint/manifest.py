@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from ingot.errors import CheckpointError
-from ingot.storage.atomic import file_hash
+from ingot.storage.atomic import draft_of, file_hash
 
 FORMAT = "ingot-checkpoint"
 VERSION = 2
@@ -95,7 +95,8 @@ def write_manifest(manifest: Manifest) -> None:
     text = json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n'
     if (size := len(text.encode())) > MAX_MANIFEST_BYTES:
         raise too_large(size)
-    write_atomically(manifest.folder / MANIFEST, text)
+    with draft_of(manifest.folder / MANIFEST) as file:
+        file.write(text.encode())
 
 
 def too_large(size: int) -> CheckpointError:
@@ -222,27 +223,3 @@ def remove(folder: Path) -> None:
     doomed = folder.with_name(f".remove-{folder.name}-{os.getpid()}")
     os.replace(folder, doomed)
     shutil.rmtree(doomed)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically and flush it to disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,6 @@ from ingot.checkpoint.manifest import (
     read_manifest,
     remove,
     steps_in,
-    sync,
     verify,
     write_manifest,
 )
@@ -31,6 +30,7 @@ from ingot.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_sha
 from ingot.checkpoint.save_plan import Tensors, plan_save
 from ingot.errors import CheckpointError
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
+from ingot.storage.atomic import sync
 
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
 OLD_RNG = "rng/"  # entries that v0.1 wrote with the optimizer's state: generator states, not needed any more

@@ -27,10 +27,10 @@ def show(
 
     Example: ingot config show mpt-125m model.n_layers=6
     """
-    from ingot.config.load import load_config, to_yaml
-    from ingot.config.run import RunConfig
+    from ingot.config.load import to_yaml
+    from ingot.migrate import load_run_config
 
-    print(to_yaml(load_config(RunConfig, arguments)), end="")
+    print(to_yaml(load_run_config(arguments)), end="")
 
 
 @config_app.command("convert")
@@ -46,10 +46,12 @@ def convert(
     """
     import yaml
 
-    from ingot.config.load import Origins, translate, validate
+    from ingot.config.error_messages import Origins
+    from ingot.config.load import validate
     from ingot.config.run import RunConfig
+    from ingot.migrate import translate
 
-    translation = translate(RunConfig, arguments, dialect)
+    translation = translate(arguments, dialect)
     values = {key: translation.values[key] for key in RunConfig.model_fields if key in translation.values}
     print(yaml.safe_dump(values, sort_keys=False), end="")
     print(f"\n# What became of each key of {translation.dialect.title}:")

@@ -1,4 +1,4 @@
-"""`ingot demo`"""
+"""`ingot demo`: text to a trained and exported model, without a network."""
 
 import shlex
 from pathlib import Path
@@ -10,10 +10,10 @@ PROMPT = "def __init__(self"
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo"),
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("demo"),
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")] = None,
 ) -> None:
-    """Text to a trained, evaluated, exported model in a few minutes on a CPU, with no network and no account.
+    """Text to a trained, evaluated and exported model in a few minutes on a CPU, without a network or an account.
 
     Example: ingot demo
     """
@@ -25,13 +25,13 @@ def demo(
     print(f"tokenizer: {vocabulary} byte-level BPE tokens, in {out / 'tokenizer'}")
     for split in ("train", "val"):
         if not (out / "data" / split).exists():
-            _verb("prepare", "--path", f"{out}/corpus/{split}.jsonl", "--out_root", f"{out}/data", "--split", split,
+            _ingot("prepare", "--path", f"{out}/corpus/{split}.jsonl", "--out_root", f"{out}/data", "--split", split,
                   "--tokenizer", f"{out}/tokenizer", "--concat_tokens", "256")  # fmt: skip
-    _verb("train", "demo", f"data={out}/data", f"save_folder={out}/run", *(overrides or []))
-    _verb("eval", f"{out}/run")
-    _verb("generate", f"{out}/run", "--prompt", PROMPT, "--max-new-tokens", "120", "--seed", "1")
+    _ingot("train", "demo", f"data={out}/data", f"save_folder={out}/run", *(overrides or []))
+    _ingot("eval", f"{out}/run")
+    _ingot("generate", f"{out}/run", "--prompt", PROMPT, "--max-new-tokens", "120", "--seed", "1")
     if not (out / "hf").exists():
-        _verb("export", f"{out}/run", "--to", "hf", f"{out}/hf")
+        _ingot("export", f"{out}/run", "--to", "hf", f"{out}/hf")
 
     from ingot.report.loss_curve import draw_loss_curve
 
@@ -41,14 +41,14 @@ The loss curve is in {out}/loss.png, the metrics in {out}/run/metrics.jsonl, the
 What to type next:
   ingot generate {out}/run --prompt "import os"           another sample
   ingot train demo max_duration=1000ba data={out}/data save_folder={out}/run
-                                                          train on from where it stopped
+                                                          continue training
   ingot recipes list                                      models from 14m to 175b
   ingot train mpt-125m data={out}/data max_duration=2ba global_train_batch_size=2 max_seq_len=128
                                                           a real recipe on this data""")
 
 
-def _verb(*arguments: str) -> None:
-    """Run a public verb, after showing it as one would type it."""
+def _ingot(*arguments: str) -> None:
+    """Print a command as a user would type it, then run it."""
     from ingot.cli.main import app
 
     print(f"\n$ ingot {shlex.join(arguments)}")

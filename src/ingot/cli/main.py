@@ -15,11 +15,9 @@ from ingot.cli.export import export
 from ingot.cli.generate import generate
 from ingot.cli.import_ import import_
 from ingot.cli.inspect import inspect
-from ingot.cli.launch.image import image_app
-from ingot.cli.launch.kubernetes import kubernetes
-from ingot.cli.launch.local import local
-from ingot.cli.launch.slurm import launch_app
-from ingot.cli.prepare import PrepareCommand, prepare
+from ingot.cli.launch import launch_app
+from ingot.cli.options import SectionCommand
+from ingot.cli.prepare import prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
 from ingot.cli.train import train
@@ -38,8 +36,8 @@ app = typer.Typer(
 )
 
 
-app.command("prepare", cls=PrepareCommand)(prepare)
-app.command("inspect")(inspect)
+app.command("prepare", cls=SectionCommand)(prepare)
+app.command("inspect", cls=SectionCommand)(inspect)
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
@@ -48,9 +46,6 @@ app.command("import")(import_)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(config_app, name="config")
-launch_app.command("kubernetes")(kubernetes)
-launch_app.command("local")(local)
-launch_app.add_typer(image_app, name="image")
 app.add_typer(launch_app, name="launch")
 app.command("status")(status)
 app.command("logs")(logs)

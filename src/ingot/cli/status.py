@@ -27,7 +27,7 @@ def logs(
     rank: Annotated[int | None, typer.Option("--rank", help="One rank's own log.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="First causes, then the logs of failed ranks.")] = False,
 ) -> None:
-    """What a run says. Without options: the first rank's log.
+    """Show the logs of a run. Without options: the first rank's.
 
     Example: ingot logs runs/mpt-30b --errors
     """
@@ -42,7 +42,7 @@ def logs(
     asked = 0.0
     while True:
         over = False
-        if follow and time.monotonic() - asked > 5:  # asking a cluster more often would be a nuisance to it
+        if follow and time.monotonic() - asked > 5:  # so as not to burden the cluster
             status, asked = read_status(folder), time.monotonic()
             over = status.over
         for line in new_lines(log_files(folder, rank), places):
@@ -56,11 +56,11 @@ def logs(
 
 
 def stop(run: Run, now: Annotated[bool, typer.Option("--now", help="End its jobs now, saved or not.")] = False) -> None:
-    """Ask a run to save and end after its present step; the same command, or `ingot launch resume`, continues it.
+    """Ask a run to save and stop after its current step; the same command, or `ingot launch resume`, continues it.
 
     Example: ingot stop runs/mpt-30b
     """
+    from ingot.launch.job_states import stop_run
     from ingot.launch.status import find_run
-    from ingot.launch.stop import stop_run
 
     print(stop_run(find_run(run), now))

@@ -40,16 +40,16 @@ def train(
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same
         # before torch is loaded: a model that fills a GPU has no room for fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    from ingot.config.load import check_recipe, load_config
-    from ingot.config.run import RunConfig
+    from ingot.config.recipes import check_recipe
     from ingot.launch.supervisor.local import run_processes
     from ingot.launch.supervisor.local_ranks import find_node
+    from ingot.migrate import load_run_config
     from ingot.parallel.memory_estimate import StepShape, choose_layout
     from ingot.parallel.rank_env import find_rank_env
     from ingot.training.runtime.heartbeat import dump_stacks_on_request
 
     check_recipe(arguments)
-    config = load_config(RunConfig, arguments, dialect=dialect)
+    config = load_run_config(arguments, dialect)
     place = find_rank_env()
     if place.world > 1 and (nproc or world_size):
         raise ConfigError(f"a launcher has already started {place.world} processes; leave out --nproc and --world_size")
@@ -61,7 +61,7 @@ def train(
             options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *options, "--", *arguments]
             sys.exit(run_processes(command, node, Path(config.run_folder)))
-    from ingot.report.listeners import train as run
+    from ingot.api import train as run
 
     dump_stacks_on_request()
     result = run(config, fresh)

@@ -16,29 +16,20 @@ class Section(BaseModel):
 
 
 def rule_error(key: str, reason: str) -> PydanticCustomError:
-    """The error of a rule over several keys: which key to blame, and why it cannot be."""
+    """The error of a rule over several keys: the key to change, and what is wrong with its value."""
     return PydanticCustomError("impossible", "{reason}", {"reason": reason, "key": key})
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class behind a field's annotation (`Section`, or `Section | None`), if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType):
-        return next(filter(None, map(section_of, get_args(annotation))), None)
-    return None
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a schema, sections included."""
     for name, field in schema.model_fields.items():
         yield prefix + name
-        if inner := section_of(field.annotation):
+        if inner := _section_of(field.annotation):
             yield from known_keys(inner, f"{prefix}{name}.")
 
 
 def closest_key(key: str, schema: type[BaseModel]) -> str | None:
-    """The known dotted key that a misspelt one most likely meant."""
+    """The known dotted key that a misspelled one most likely meant."""
     keys = list(known_keys(schema))
     section, _, leaf = key.rpartition(".")
     siblings = [k for k in keys if k.rpartition(".")[0] == section]
@@ -49,3 +40,12 @@ def closest_key(key: str, schema: type[BaseModel]) -> str | None:
         return homes[0]
     match = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     return match[0] if match else None
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class behind a field's annotation (`Section`, or `Section | None`), if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType):
+        return next(filter(None, map(_section_of, get_args(annotation))), None)
+    return None

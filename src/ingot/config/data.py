@@ -1,4 +1,4 @@
-"""Where tokens come from."""
+"""The config of the data: where tokens come from."""
 
 import re
 from typing import Any, Literal
@@ -7,22 +7,20 @@ from pydantic import Field, field_validator, model_validator
 
 from ingot.config.base import Section, rule_error
 from ingot.config.names import plain_name
-
-SIZE_UNITS = {u: 1000**i for i, u in enumerate(["", *"kmgt"])} | {f"{u}i": 1024**i for i, u in enumerate("kmgt", 1)}
-
+from ingot.storage.byte_sizes import parse_bytes
 
 PARTS = ("train", "valid", "test")
 
 
 class DocumentsConfig(Section):
-    """A part of the documents of one PREFIX.bin and PREFIX.idx, cut as Megatron and GPT-NeoX cut them."""
+    """A part of the documents of one PREFIX.bin and PREFIX.idx, split as in Megatron and GPT-NeoX."""
 
     split: str
-    """Shares of training, validation and test, such as 969,30,1, of the documents in the order of the file."""
+    """Shares of training, validation and test documents, in file order, such as 969,30,1."""
     part: Literal["train", "valid", "test"]
     """The part to read."""
     rule: Literal["megatron", "neox"] = "megatron"
-    """Whose rounding; they differ by a document at most."""
+    """Whose rounding to use; they differ by at most one document."""
 
     @field_validator("split")
     @classmethod
@@ -38,23 +36,23 @@ class DocumentsConfig(Section):
 
 
 class PlaceConfig(Section):
-    """Where one data set lies."""
+    """Where one data set is."""
 
     path: str = ""
-    """Folder of a prepared data set, with or without its splits below it, or PREFIX of PREFIX.bin and PREFIX.idx.
-    With remote: the local cache."""
+    """Folder of a prepared data set or of its splits, or PREFIX of PREFIX.bin and PREFIX.idx. With remote: the local
+    cache."""
     split: str | None = None
-    """Sub-folder of path (and of remote) to read, such as train or val: one plain name."""
+    """Subfolder of path (and of remote) to read, such as train or val: one plain name."""
     documents: DocumentsConfig | None = None
-    """Read only a part of the documents (.bin and .idx)."""
-    remote: str | None = Field(None, min_length=1)
-    """Where the data is, if not in path: s3://, gs://, az://, http(s):// or another folder. Shards are fetched ahead of
-    use, verified, and kept in path. Credentials come from the environment."""
-    cache_limit: int | None = Field(None, gt=0)
-    """Bytes of fetched or unpacked shards to keep in path, such as 100GB; the least recently used go first, and never
-    a file that was there before. Default: no limit."""
+    """Read only a part of the documents (.bin and .idx only)."""
+    remote: str | None = Field(default=None, min_length=1)
+    """Where the data is, if not in path: s3://, gs://, az://, http(s):// or another folder. Shards are prefetched,
+    verified, and kept in path. Credentials come from the environment."""
+    cache_limit: int | None = Field(default=None, gt=0)
+    """Bytes of fetched or unpacked shards to keep in path, such as 100GB; the least recently used are deleted first,
+    files that were there before never. Default: no limit."""
     token_encoding_type: Literal["int64", "int32", "int16", "uint32", "uint16", "uint8"] = "int64"
-    """Type of the tokens in MDS columns of encoding `bytes`, which do not say it themselves."""
+    """Type of the tokens in MDS columns of encoding `bytes`, which does not state it."""
 
     @field_validator("split")
     @classmethod
@@ -64,19 +62,15 @@ class PlaceConfig(Section):
     @field_validator("cache_limit", mode="before")
     @classmethod
     def _bytes(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value.isdigit():
-            return value
-        match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", value.strip().lower())
-        if match is None or match[2] not in SIZE_UNITS or match[1].count(".") > 1:
-            raise ValueError("write bytes as for example 100GB or 64GiB")
-        return int(float(match[1]) * SIZE_UNITS[match[2]])
+        return parse_bytes(value) if isinstance(value, str) else value
 
 
 class MixedSourceConfig(PlaceConfig):
-    """One of several data sets that are mixed."""
+    """One data set of a mixture."""
 
-    weight: float | None = Field(None, gt=0)
-    """Share of the samples, relative to the other sources. Default, for all or none: the size of the data set."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the samples, relative to the other sources; set it for all of them or none. Default: the size of the
+    data set."""
 
     @model_validator(mode="after")
     def _check(self) -> "MixedSourceConfig":
@@ -89,15 +83,15 @@ class SourceConfig(PlaceConfig):
     """One data set, or a mixture of several."""
 
     shuffle: bool = True
-    """Draw samples in a random order that is a pure function of the seed; off reads them as they stand."""
+    """Draw samples in a random order, a pure function of the seed; false reads them in stored order."""
     shuffle_seed: int | None = None
-    """Seed of the order. Default: the run's seed."""
+    """Seed of the sample order. Default: the run's seed."""
     mix: dict[str, MixedSourceConfig] = Field(default_factory=dict)
-    """Instead of path: several data sets by name, each with its path and weight. Sources may be added, and weights
-    changed, when a run continues; no sample of the others is repeated or skipped."""
+    """Instead of path: several data sets by name, each with its path and weight. A resumed run may add sources and
+    change weights; no sample of the others is repeated or skipped."""
     mix_order: Literal["drawn", "greedy"] = "drawn"
-    """Which source comes next: drawn at random, in exact shares; or the one furthest behind its share, the first of
-    equals, as in Megatron and GPT-NeoX."""
+    """Which source comes next: drawn at random, in exact shares; or greedy, the source furthest behind its share (the
+    first one if several are), as in Megatron and GPT-NeoX."""
 
     @model_validator(mode="after")
     def _check(self) -> "SourceConfig":
@@ -106,18 +100,18 @@ class SourceConfig(PlaceConfig):
         if self.mix:
             for key in ("path", "split", "documents", "remote", "cache_limit"):
                 if getattr(self, key):
-                    raise rule_error(key, "says where one data set is, and mix where several are; set it inside mix")
+                    raise rule_error(key, "does not apply to a mixture; set it for each source inside mix")
             if len({source.weight is None for source in self.mix.values()}) > 1:
-                raise rule_error("mix", "has sources with and without a weight; give all of them one, or none")
+                raise rule_error("mix", "has sources with and without a weight; set it for all of them or none")
         return self
 
 
 class DataConfig(Section):
-    """What is trained on, and what is evaluated on. `data=FOLDER` is short for its train and val splits."""
+    """Training and validation data. `data=FOLDER` is short for its train and val splits."""
 
     train: SourceConfig
     """Training data."""
     eval: SourceConfig | None = None
-    """Validation data; none means no evaluation."""
-    prefetch_batches: int = Field(4, ge=1)
-    """Global batches prepared ahead of use by a thread."""
+    """Validation data; without it the run does not evaluate."""
+    prefetch_batches: int = Field(default=4, ge=1)
+    """Number of global batches that a thread prepares in advance."""

@@ -1,8 +1,8 @@
 """Durations as strings: `4800ba`, `2.5Btok`, `1ep`, `10000sp`, `0.1dur`, `30min`.
 
 A duration is a number, an optional multiplier (K, M, B, T for thousand to trillion) and a unit. Inside a run every
-unit but wall-clock time is a fixed number of batches, so `Clock` turns it into one once, and the loop only counts
-batches.
+unit but wall-clock time is a fixed number of batches, so `BatchClock` converts it once, and the training loop only
+counts batches.
 """
 
 import math
@@ -23,7 +23,7 @@ PATTERN = rf"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)({'
 
 @dataclass(frozen=True)
 class Duration:
-    """A duration: a value and the unit it counts."""
+    """A value and its unit."""
 
     value: float
     unit: str
@@ -70,28 +70,28 @@ class Duration:
 
 @dataclass(frozen=True)
 class BatchClock:
-    """Turns durations into batches, for a run whose batch and data set sizes are known."""
+    """Converts durations to batches, for a run with known batch and data set sizes."""
 
     batch_samples: int
     sample_tokens: int
     epoch_samples: int
     max_duration: Duration
 
-    def batches(self, time: Duration) -> float:
-        """How many batches a duration is; a fraction where it does not come out even."""
+    def batches(self, duration: Duration) -> float:
+        """The number of batches in a duration, which may be a fraction."""
         in_a_batch = {"ba": 1, "sp": self.batch_samples, "tok": self.batch_samples * self.sample_tokens}
-        if time.unit in in_a_batch:
-            return time.value / in_a_batch[time.unit]
-        if time.unit == "ep":
-            return time.value * self.epoch_samples / self.batch_samples
-        if time.unit == "dur":
-            return time.value * self.batches(self.max_duration)
-        raise ValueError(f"{time} is wall-clock time and has no fixed number of batches")
+        if duration.unit in in_a_batch:
+            return duration.value / in_a_batch[duration.unit]
+        if duration.unit == "ep":
+            return duration.value * self.epoch_samples / self.batch_samples
+        if duration.unit == "dur":
+            return duration.value * self.batches(self.max_duration)
+        raise ValueError(f"{duration} is wall-clock time and has no fixed number of batches")
 
     @property
     def total_batches(self) -> int:
         return math.ceil(self.batches(self.max_duration) - 1e-9)
 
-    def interval(self, time: Duration) -> int:
-        """Every how many batches something happens; 0 for never."""
-        return max(1, round(self.batches(time))) if time.value > 0 else 0
+    def interval(self, duration: Duration) -> int:
+        """The number of batches between two events; 0 for never."""
+        return max(1, round(self.batches(duration))) if duration.value > 0 else 0

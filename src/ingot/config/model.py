@@ -1,4 +1,4 @@
-"""What a model is. Families are presets of these fields, so every architecture we promise is data, not code."""
+"""The config of a model. Families are presets of these fields, so that every architecture is data, not code."""
 
 from typing import Any, Literal
 
@@ -21,79 +21,80 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class ModelConfig(Section):
-    """The shape and the parts of the one GPT."""
+    """The shape and the parts of the GPT."""
 
     family: Literal["mpt", "mosaic_gpt", "gpt3", "neox", "llama"] = "mpt"
-    """The preset that fills every field not given here."""
-    d_model: int = Field(2048, gt=0, le=1_000_000)
+    """The preset for every field that is not set."""
+    d_model: int = Field(default=2048, gt=0, le=1_000_000)
     """Width of the residual stream."""
-    n_heads: int = Field(16, gt=0, le=1_000_000)
+    n_heads: int = Field(default=16, gt=0, le=1_000_000)
     """Attention heads; must divide d_model unless head_dim is given."""
-    n_layers: int = Field(24, gt=0)
+    n_layers: int = Field(default=24, gt=0)
     """Transformer blocks."""
-    n_kv_heads: int | None = Field(None, gt=0)
-    """Key/value heads: fewer than n_heads is grouped-query attention, 1 is multi-query. Default: n_heads."""
-    head_dim: int | None = Field(None, gt=0)
+    n_kv_heads: int | None = Field(default=None, gt=0)
+    """Key/value heads: fewer than n_heads for grouped-query attention, 1 for multi-query. Default: n_heads."""
+    head_dim: int | None = Field(default=None, gt=0)
     """Width of one head. Default: d_model / n_heads."""
-    expansion_ratio: float = Field(4, gt=0)
+    expansion_ratio: float = Field(default=4, gt=0)
     """MLP width as a multiple of d_model."""
-    ffn_hidden_size: int | None = Field(None, gt=0)
+    ffn_hidden_size: int | None = Field(default=None, gt=0)
     """MLP width; overrides expansion_ratio."""
-    vocab_size: int = Field(50368, gt=0)
-    """Tokens that the model predicts."""
-    vocab_multiple: int = Field(1, gt=0)
-    """Pad the embedding rows to a multiple of this (128 suits GPUs). Padding is never predicted, nor exported."""
-    eos_token_id: int | None = Field(None, ge=0)
-    """The token that ends a document, for the next two and the run's mask_eos_loss."""
+    vocab_size: int = Field(default=50368, gt=0)
+    """Number of tokens in the vocabulary."""
+    vocab_multiple: int = Field(default=1, gt=0)
+    """Pad the embedding rows to a multiple of this (128 suits GPUs). Padding is never predicted or exported."""
+    eos_token_id: int | None = Field(default=None, ge=0)
+    """The token that ends a document; document_mask, document_positions and the run's mask_eos_loss need it."""
     document_mask: bool = False
-    """A token sees its own document only, in training and evaluation."""
+    """Each token sees only its own document, in training and evaluation."""
     document_positions: bool = False
-    """Positions begin anew with each document."""
-    max_seq_len: int | None = Field(None, gt=0)
+    """Positions restart at 0 with each document."""
+    max_seq_len: int | None = Field(default=None, gt=0)
     """Longest sequence (rows of the learned position table). Default: the run's max_seq_len."""
     positions: Literal["learned", "alibi", "rotary", "none"] = "learned"
-    """How a token knows where it stands."""
-    alibi_bias_max: float = Field(8, gt=0)
-    """Steepest ALiBi slope is 2^-(alibi_bias_max / n_heads)."""
-    rotary_pct: float = Field(1.0, gt=0, le=1)
+    """How the model encodes positions."""
+    alibi_bias_max: float = Field(default=8, gt=0)
+    """The steepest ALiBi slope is 2^-(alibi_bias_max / n_heads)."""
+    rotary_pct: float = Field(default=1.0, gt=0, le=1)
     """Fraction of each head that is rotated."""
-    rotary_base: float = Field(10000.0, gt=0)
+    rotary_base: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies (rope theta)."""
     norm: Literal["layernorm", "low_precision_layernorm", "rmsnorm"] = "layernorm"
-    """Normalisation; low_precision_layernorm computes in the autocast type instead of fp32."""
-    norm_eps: float = Field(1e-5, gt=0)
-    """Added to the variance."""
+    """Normalization; low_precision_layernorm computes in the autocast type instead of fp32."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance, for numerical stability."""
     no_bias: bool = False
     """Drop the biases of linear layers and norms."""
     norm_bias: bool | None = None
-    """Biases of the norms, where they differ from those of linear layers. Default: not no_bias."""
+    """Whether norms have biases, if that differs from linear layers. Default: not no_bias."""
     qk_ln: bool | Literal["heads"] = False
-    """Normalise queries and keys: true over the whole width, before the heads are split (MPT); heads each head alone,
-    with one weight for all (Megatron)."""
-    clip_qkv: float | None = Field(None, gt=0)
+    """Normalize queries and keys: true over the whole width, before the heads are split (MPT); heads for each head
+    separately, with one weight for all heads (Megatron)."""
+    clip_qkv: float | None = Field(default=None, gt=0)
     """Clamp queries, keys and values to [-clip_qkv, clip_qkv]."""
-    softmax_scale: float | None = Field(None, gt=0)
+    softmax_scale: float | None = Field(default=None, gt=0)
     """Attention scale. Default: 1/sqrt(head_dim)."""
-    sliding_window: int | None = Field(None, gt=0)
-    """Tokens that a token sees, itself included: this many, and none before. Default: all."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """How many of the latest tokens a token sees, itself included. Default: all."""
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
-    """MLP non-linearity: exact GELU, its tanh approximation, or the gated SwiGLU."""
+    """MLP activation: exact GELU, its tanh approximation, or the gated SwiGLU."""
     parallel_residual: bool = False
-    """x + attn(norm_1(x)) + mlp(norm_2(x)) instead of one after the other."""
+    """Compute x + attn(norm_1(x)) + mlp(norm_2(x)) instead of attention first and MLP second."""
     tie_word_embeddings: bool = True
-    """Use the token embedding as output head."""
-    emb_pdrop: float = Field(0.0, ge=0, lt=1)
+    """Use the token embedding as the output head."""
+    emb_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on the embeddings."""
-    resid_pdrop: float = Field(0.0, ge=0, lt=1)
-    """Dropout on what each attention and MLP adds to the residual stream."""
-    attn_pdrop: float = Field(0.0, ge=0, lt=1)
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout on the outputs of attention and MLP, before they are added to the residual stream."""
+    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout on attention weights."""
     init: Literal["kaiming_normal", "normal", "small"] = "kaiming_normal"
     """Initial weights: N(0, sqrt(2/fan_in)); N(0, init_std); N(0, sqrt(2/(5 d_model)))."""
-    init_std: float = Field(0.02, gt=0)
-    """Standard deviation for init: normal."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of init: normal."""
     residual_init: Literal["scaled", "wang", "same"] = "scaled"
-    """Projections back to the residual stream: init / sqrt(2 n_layers); N(0, 2/(n_layers sqrt(d_model))); as init."""
+    """Initial weights of the projections back to the residual stream: init / sqrt(2 n_layers); N(0, 2/(n_layers
+    sqrt(d_model))); the same as init."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +110,7 @@ class ModelConfig(Section):
             fits = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
             near = min(fits, key=lambda n: abs(n - self.n_heads))
             raise rule_error(
-                "n_heads", f"{self.n_heads} heads do not divide d_model {self.d_model}; {near} would, or set head_dim"
+                "n_heads", f"{self.n_heads} heads do not divide d_model {self.d_model}; use {near}, or set head_dim"
             )
         if self.n_heads % self.kv_heads:
             raise rule_error("n_kv_heads", f"{self.kv_heads} does not divide n_heads {self.n_heads}")
@@ -118,9 +119,9 @@ class ModelConfig(Section):
                 "expansion_ratio", f"{self.expansion_ratio} x d_model {self.d_model} is not a whole number"
             )
         if self.norm == "rmsnorm" and self.norm_bias:
-            raise rule_error("norm_bias", "rmsnorm has no bias; leave it out")
+            raise rule_error("norm_bias", "rmsnorm has no bias; remove norm_bias")
         if self.eos_token_id is None and (self.document_mask or self.document_positions):
-            raise rule_error("eos_token_id", "is missing; say which token ends a document")
+            raise rule_error("eos_token_id", "is missing; set it to the token that ends a document")
         if self.positions == "rotary" and self.rotary_dim % 2:
             raise rule_error("rotary_pct", f"rotates {self.rotary_dim} of {self.head_width} dimensions; must be even")
         return self
@@ -153,12 +154,12 @@ class ModelConfig(Section):
 
     @property
     def context(self) -> int:
-        """Longest sequence that the model takes."""
+        """Longest sequence that the model accepts."""
         return self.max_seq_len or 2048
 
     @property
     def block_parameters(self) -> int:
-        """Weights of one block."""
+        """Number of parameters of one block."""
         heads, groups = self.n_heads * self.head_width, self.kv_heads * self.head_width
         norm = 2 if self.has_norm_bias else 1  # vectors of a norm
         normed = 2 * self.head_width if self.qk_ln == "heads" else heads + groups if self.qk_ln else 0
@@ -169,7 +170,7 @@ class ModelConfig(Section):
 
     @property
     def end_parameters(self) -> int:
-        """Weights outside of the blocks: embeddings, head and last norm."""
+        """Number of parameters outside the blocks: embeddings, head and final norm."""
         rows = self.vocab_rows * (1 if self.tie_word_embeddings else 2)
         rows += self.context if self.positions == "learned" else 0
         return self.d_model * (rows + (2 if self.has_norm_bias else 1))

@@ -1,10 +1,10 @@
-"""Which names of runs and splits are allowed. Each becomes a folder, so none may lead to another one."""
+"""Valid names of runs and splits. Each becomes a folder, so that none may lead to another folder."""
 
 _MOST_BYTES = 200  # file systems take 255; suffixes such as .partial are added
 
 
 def plain_name(value: str) -> str:
-    """The name as it is, if it is one plain name; else a ValueError says what is allowed."""
+    """The name unchanged, if it is one plain name; otherwise a ValueError says what is allowed."""
     is_path = value.startswith(".") or "/" in value or "\\" in value
     if is_path or not value.isprintable() or value != value.strip() or not 0 < len(value.encode()) <= _MOST_BYTES:
         raise ValueError(
@@ -15,6 +15,6 @@ def plain_name(value: str) -> str:
 
 
 def plain_name_from(text: str) -> str:
-    """The plain name closest to that of a file or folder, for a run that was not given one."""
+    """The plain name closest to that of a file or folder, for a run without a name."""
     name = "".join(c if c.isprintable() and c not in "/\\" else "-" for c in text).lstrip(". ")
     return name.encode()[:_MOST_BYTES].decode(errors="ignore").rstrip() or "run"

@@ -1,6 +1,8 @@
 """Recipes that ship with the package, by name."""
 
 import difflib
+import os
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -29,6 +31,19 @@ def find_recipe(name: str) -> Path:
     close = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else "see `ingot recipes list`."
     raise ConfigError(f"'{name}' is neither a file nor a recipe; {hint}")
+
+
+def check_recipe(arguments: Sequence[str]) -> None:
+    """Refuse overrides alone: without a recipe, a file or a key of the model, the defaults are a model of 1.3 billion
+    parameters that nobody asked for."""
+    for argument in arguments:
+        if "=" not in argument or argument.startswith(("--", "model.", "model=")) or os.path.isfile(argument):
+            return
+    names = ", ".join(recipe_names())
+    raise ConfigError(
+        "the command names no recipe, so the model is unknown; add a recipe, a config file or model.* keys, for "
+        f"example `ingot train mpt-125m {' '.join(arguments[:1])}`; the recipes are {names}"
+    )
 
 
 def _family_then_size(name: str) -> tuple[str, float]:

@@ -1,5 +1,5 @@
-"""Keeping secrets out of what is written: configs are refused that hold one, and texts are stripped of those that the
-environment holds. Credentials come from the environment (or the cloud's own files) and stay there.
+"""Keeps secrets out of what is written: configs that contain one are refused, and the values of secret environment
+variables are removed from texts. Credentials come from the environment (or the cloud's own files) and stay there.
 """
 
 import os
@@ -7,16 +7,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ingot.config.dotted_keys import all_strings
+
 NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|ACCOUNT_KEY|CREDENTIAL|PRIVATE_KEY|SAS", re.IGNORECASE)
 IN_URL = re.compile(
     r"(?P<user>\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@)|[?&](?P<key>sig|signature|token|key|secret|x-amz-[a-z-]+)=",
     re.IGNORECASE,
 )
-SHORTEST = 6  # characters; a shorter value is a word that texts have by chance
+SHORTEST = 6  # characters; a shorter value may be an ordinary word
 
 
 def redact(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """A text without the values of the environment's secrets."""
+    """The text with each secret of the environment replaced by its variable's name."""
     for name, value in env.items():
         if len(value) >= SHORTEST and value in text and NAMES.search(name):
             text = text.replace(value, f"<{name}>")
@@ -25,16 +27,4 @@ def redact(text: str, env: Mapping[str, str] = os.environ) -> str:
 
 def secret_in(values: Any) -> Iterator[str]:
     """The dotted keys of a config whose value is a URL with a password or a signature in it."""
-    return (key for key, value in strings_in(values) if IN_URL.search(value))
-
-
-def strings_in(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every string of a config, with its dotted key; what stands in a list has the key of the list."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from strings_in(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from strings_in(value, prefix)
-    elif isinstance(values, str):
-        yield prefix, values
+    return (key for key, value in all_strings(values) if IN_URL.search(value))

@@ -1,7 +1,7 @@
 """Text to token ids and back, on Hugging Face `tokenizers`, without `transformers`.
 
 `transformers` would load the same `tokenizer.json`, but costs seconds of imports in every worker and hides which file
-was used. What it adds and training needs is small and stands here: which token ends a document, how many rows an
+was used. What it adds and training needs is small and is here: which token ends a document, how many rows an
 embedding must have, and how many bytes of text each token stands for (for bits per byte).
 """
 
@@ -97,7 +97,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """From a folder with tokenizer.json, such a file, a vocab.json (merges.txt beside it), or a Hugging Face hub id."""
+    """From a folder with tokenizer.json, such a file, a vocab.json next to its merges.txt, or a Hugging Face hub id."""
     place = Path(path)
     if place.is_dir():
         if (place / "tokenizer.json").is_file():
@@ -166,7 +166,7 @@ def _from_hub(name: str) -> Tokenizer:
     except Exception as error:  # the hub client raises many kinds: offline, 401, 404, bad name
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"{advice}, and its tokenizer.json is neither in the local Hugging Face cache nor to be had from the hub "
+            f"{advice}, and its tokenizer.json is neither in the local Hugging Face cache nor available from the hub "
             f"({reason[:160]}); download it elsewhere and give its path"
         ) from None
     with contextlib.suppress(Exception):  # optional; without it the usual names of EOS are tried

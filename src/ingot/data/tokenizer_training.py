@@ -1,6 +1,6 @@
-"""A tokenizer of one's own: byte-level BPE in GPT-2's manner, learned from any text.
+"""Trains a tokenizer: byte-level BPE as in GPT-2, learned from any text.
 
-Deterministic: Hugging Face's trainer counts words and breaks ties by id, so the same texts in the same order give the
+Deterministic: Hugging Face's trainer counts words and breaks ties by id, so the same texts in the same order yield the
 same merges. `<|endoftext|>` is id 0, as in GPT-NeoX's tokenizer.
 """
 

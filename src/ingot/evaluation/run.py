@@ -14,7 +14,9 @@ from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import ConfigError
 from ingot.evaluation.validation import Evaluation, evaluate
-from ingot.training.device import choose_device
+from ingot.parallel.build import LossModel
+from ingot.parallel.executors.device import choose_device
+from ingot.parallel.executors.single import SingleProcess
 
 
 def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]:
@@ -29,8 +31,9 @@ def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]
     if config.sources.eval is None:
         raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
-    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.unscored)
+    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     folder = tokenizer_folder(path)
     tokenizer = load_tokenizer(folder) if folder else None
-    batch = config.device_eval_batch_size or EVAL_BATCH
-    return evaluate(config, load_model(path, device), data, device, batch, tokenizer), data.describe()
+    executor = SingleProcess(LossModel(load_model(path, device)), config, device, compiled=False)
+    executor.microbatch = EVAL_BATCH
+    return evaluate(config, executor, data, tokenizer), data.describe()

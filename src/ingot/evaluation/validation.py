@@ -3,25 +3,19 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from ingot.config.run import RunConfig
-from ingot.data.loading.open_dataset import IGNORE, Dataset
+from ingot.data.loading.token_dataset import IGNORE, Dataset
 from ingot.data.tokenizer import Tokenizer
-from ingot.training.device import autocast
-from ingot.training.step import to_device
-
-if TYPE_CHECKING:
-    from ingot.parallel.executors.distributed import Spread
+from ingot.parallel.executors.base import Executor
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out. Bits per byte does not depend on the tokenizer, so it compares any two models."""
+    """The result. Bits per byte does not depend on the tokenizer, so it compares any two models."""
 
     loss: float
     tokens: int
@@ -35,56 +29,53 @@ class Evaluation:
         return row
 
 
-@torch.no_grad()  # not inference_mode: what FSDP2 gathers there cannot take part in training afterwards
 def evaluate(
     config: RunConfig,
-    model: nn.Module,
+    executor: Executor,
     dataset: Dataset,
-    device: torch.device,
-    batch: int,
     tokenizer: Tokenizer | None,
-    spread: "Spread | None" = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """The mean loss over the validation data of a run, or over as many samples as the config says.
+    """The mean loss over the validation data of a run, or over as many samples as the config says. `alive` is called
+    before each batch.
 
-    The processes of a spread model take turns: each evaluates every so many-th batch, and all run equally often.
+    The ranks take turns: of every so many batches each evaluates one, and all evaluate equally many.
     """
     source = config.sources.eval
     assert source is not None
     order = dataset.order(config.order_seed(source), source.shuffle)
-    token_bytes = tokenizer.token_bytes() if tokenizer is not None else None
-    if token_bytes is not None:  # ids beyond the tokenizer's stand for no text
-        token_bytes = np.pad(token_bytes, (0, max(0, config.model.vocab_size - len(token_bytes))))
-    was_training = model.training
-    spread.train(False) if spread is not None else model.eval()
-    rank, ranks = (spread.mesh.data_rank, spread.mesh.layout.data) if spread is not None else (0, 1)
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    tokens, text_bytes = 0, 0.0
+    count_bytes = _byte_counter(config, dataset, tokenizer)
+    size = config.device_eval_batch_size or executor.microbatch
     limit = dataset.samples if config.eval_samples is None else min(dataset.samples, config.eval_samples)
-    for start in range(batch * rank, limit + batch * rank, batch * ranks):
-        ids = order.take(np.arange(min(start, limit), min(start + batch, limit)))
-        dataset.announce(order, min(start, limit - 1))
-        alive()
-        inputs, labels = dataset.gather(ids)
-        if len(ids) < batch:  # one shape for all batches: the rest carries no loss
-            inputs = np.pad(inputs, ((0, batch - len(ids)), (0, 0)))
-            labels = np.pad(labels, ((0, batch - len(ids)), (0, 0)), constant_values=IGNORE)
-        run = spread.loss_sum if spread is not None else model
-        with autocast(config.precision, device):
-            total += run(to_device(inputs, device), to_device(labels, device)).double()
-        real = labels[labels != IGNORE]
-        tokens += real.size
-        if token_bytes is not None:
-            text_bytes += float(token_bytes[real].sum())
-        else:
-            text_bytes += real.size * (dataset.bytes_per_token or 0.0)
-    if spread is not None:
-        spread.train(was_training)
-        total = spread.total_loss(total)
-        counts = torch.tensor([tokens, text_bytes], dtype=torch.float64, device=device)
-        tokens, text_bytes = spread.mesh.sum(counts, spread.mesh.speaks_for_data).tolist()
-    model.train(was_training)
-    loss_sum = float(total)
-    bits = loss_sum / math.log(2) / text_bytes if text_bytes else None
-    return Evaluation(loss_sum / max(tokens, 1), int(tokens), bits)
+    own = size * executor.data_rank
+    loss = torch.zeros((), device=executor.device, dtype=torch.float64)
+    tokens, text_bytes = 0, 0.0
+    with executor.evaluating():
+        for start in range(own, limit + own, size * executor.layout.data):
+            ids = order.take(np.arange(min(start, limit), min(start + size, limit)))
+            dataset.announce(order, min(start, limit - 1))
+            alive()
+            inputs, labels = dataset.gather(ids)
+            padding = ((0, size - len(ids)), (0, 0))  # one shape for all batches: the rest carries no loss
+            labels = np.pad(labels, padding, constant_values=IGNORE)
+            loss += executor.loss_sum(np.pad(inputs, padding), labels).double()
+            counted = labels[labels != IGNORE]
+            tokens += counted.size
+            text_bytes += count_bytes(counted)
+    loss_sum = float(executor.sum_loss(loss))
+    counts = torch.tensor([tokens, text_bytes], dtype=torch.float64, device=executor.device)
+    all_tokens, all_bytes = executor.sum_data(counts).tolist()
+    bits = loss_sum / math.log(2) / all_bytes if all_bytes else None
+    return Evaluation(loss_sum / max(all_tokens, 1), int(all_tokens), bits)
+
+
+def _byte_counter(config: RunConfig, dataset: Dataset, tokenizer: Tokenizer | None) -> Callable[[np.ndarray], float]:
+    """How many bytes of text some tokens are: exactly if there is a tokenizer, else by the data set's average."""
+    known = tokenizer.token_bytes() if tokenizer is not None else None
+    if known is None:
+        per_token = dataset.bytes_per_token or 0.0
+        return lambda tokens: tokens.size * per_token
+    token_bytes = np.pad(
+        known, (0, max(0, config.model.vocab_size - len(known)))
+    )  # ids beyond the tokenizer's are not text
+    return lambda tokens: float(token_bytes[tokens].sum())

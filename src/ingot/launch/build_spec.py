@@ -1,47 +1,44 @@
-"""From a command line to a launch spec: options over the defaults of a file over the profile's, and a config that is
-checked here, on the login node, before anything is queued.
+"""From a command line to a launch spec: options override the defaults of a file, which override the profile's; and the
+config is checked here, on the login node, before anything is queued.
 """
 
 import json
 import math
 import os
 import re
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ingot.config.load import check_recipe, load_config
-from ingot.config.run import RunConfig
-from ingot.errors import ConfigError
+from ingot.config.recipes import check_recipe
 from ingot.launch.profiles import find_profile, launch_defaults
-from ingot.launch.spec import LAUNCH, LaunchSpec, make_spec
-from ingot.launch.supervisor.restart_policy import read_history
+from ingot.launch.protocol import LaunchFolder
+from ingot.launch.spec import LaunchSpec, make_spec
+from ingot.launch.supervisor.failure import NODE_KINDS
+from ingot.launch.supervisor.failure_log import read_all_failures
+from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.training.runtime.run_files import METRICS
 
-DOWN = "down"  # in the launch folder, written by the job script
-STRIKES = 2  # failures of a node's own after which it is not used any more
-INFRASTRUCTURE = ("machine", "transport", "hang")  # a node's fault
+MAX_STRIKES = 2  # failures that are a node's fault, after which it is no longer used
 SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
 def place_training(
     arguments: list[str], options: dict[str, Any], dialect: str | None = None
 ) -> tuple[LaunchSpec, list[str]]:
-    """The spec of a training run, and sentences on what was decided."""
+    """The spec of a training run, and notes on what was decided."""
     check_recipe(arguments)
-    config = load_config(RunConfig, arguments, dialect=dialect)
+    config = load_run_config(arguments, dialect)
     run = Path(config.run_folder).absolute()
     values, notes = with_defaults(options)
     values |= {"verb": "train", "run_folder": str(run), "workdir": os.getcwd(),
                "arguments": [*(["--dialect", dialect] if dialect else []), "--", *arguments]}  # fmt: skip
-    values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", config.name)[:63])
+    values.setdefault("name", _job_name(config.name))
     if "signal_seconds" not in values:
         values["signal_seconds"], why = signal_seconds(run)
         notes.append(f"asks to save {values['signal_seconds']} s before the time limit: {why}")
-    if struck := strikes(run):
-        values["exclude"] = sorted({*values.get("exclude", []), *struck})
-        notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
+    notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
     world = spec.processes * spec.nodes
     batch = config.global_train_batch_size
@@ -53,22 +50,20 @@ def place_training(
 def place_preparation(
     arguments: list[str], folder: Path, label: str, options: dict[str, Any]
 ) -> tuple[LaunchSpec, list[str]]:
-    """The spec of a preparation whose output goes to `folder`, and sentences on what was decided."""
+    """The spec of a preparation whose output goes to `folder`, and notes on what was decided."""
     values, notes = with_defaults(options | {"gpus_per_node": 0})
     run = folder.absolute() / f".prepare-{label}"
     values |= {"verb": "prepare", "run_folder": str(run), "workdir": os.getcwd(), "arguments": arguments, "chain": 1,
                "spares": 0}  # fmt: skip
-    values.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]", "-", f"prepare-{label}")[:63])
-    if struck := strikes(run):
-        values["exclude"] = sorted({*values.get("exclude", []), *struck})
-        notes.append(f"without {', '.join(f'{n} ({c} failures)' for n, c in struck.items())}")
+    values.setdefault("name", _job_name(f"prepare-{label}"))
+    notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
-    notes.append(f"{spec.nodes} jobs share the work, and a last one puts it together")
+    notes.append(f"{spec.nodes} jobs share the work, and a last one combines it")
     return spec, notes
 
 
 def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Options over the defaults of a file over the profile's, and a sentence on the file."""
+    """Options over the defaults of a file over the profile's, and a note on the file."""
     defaults, source = launch_defaults()
     notes = [f"defaults from {source}: {', '.join(sorted(defaults))}"] if source else []
     values = defaults | {key: value for key, value in options.items() if value not in (None, [], {})}
@@ -91,22 +86,20 @@ def signal_seconds(run: Path) -> tuple[int, str]:
     return 60 + math.ceil(2 * (save + step)), f"a save took {save:.1f} s, a step {step:.1f} s"
 
 
-def strikes(run: Path, least: int = STRIKES) -> dict[str, int]:
-    """Nodes that failed by themselves at least so often, over all jobs of a run."""
-    counts: dict[str, int] = {}
-    with suppress(OSError):  # nodes that the cluster lost, who could not say so themselves: a line per job and node
-        for down in set((run / LAUNCH / DOWN).read_text(encoding="utf-8").splitlines()):
-            host = down.partition(" ")[2]
-            counts[host] = counts.get(host, 0) + 1
-    for line in read_history(run):
-        if line["kind"] in INFRASTRUCTURE and isinstance(line.get("host"), str) and line["host"]:
-            counts[line["host"]] = counts.get(line["host"], 0) + 1
+def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
+    """Nodes with at least so many failures that are their own fault, over all jobs of a run."""
+    hosts = [line["host"] for line in read_all_failures(run) if line["kind"] in NODE_KINDS]
+    counts = Counter([*LaunchFolder(run).lost_nodes(), *(host for host in hosts if host and isinstance(host, str))])
     return {host: count for host, count in counts.items() if count >= least}
 
 
-def parse_env(pairs: list[str]) -> dict[str, str]:
-    """NAME=VALUE options as a dictionary."""
-    for pair in pairs:
-        if "=" not in pair:
-            raise ConfigError(f"--env {pair!r} has no value; write --env NAME=VALUE, or --secret NAME to pass one on")
-    return dict(pair.split("=", 1) for pair in pairs)
+def _exclude_bad_nodes(values: dict[str, Any], run: Path) -> list[str]:
+    bad = strikes(run)
+    if not bad:
+        return []
+    values["exclude"] = sorted({*values.get("exclude", []), *bad})
+    return [f"without {', '.join(f'{node} ({count} failures)' for node, count in bad.items())}"]
+
+
+def _job_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63]

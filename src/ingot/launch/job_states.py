@@ -1,5 +1,5 @@
-"""What the back end of a launched run says about its jobs, and how they are ended there: Slurm, Kubernetes, or this
-machine. Whoever asks gets Slurm's words for states, and None where there was no answer: silence proves nothing."""
+"""What the back end of a launched run says about its jobs, and how they are ended: Slurm, Kubernetes, or this machine.
+States are in Slurm's words. A back end that does not answer is None, which proves nothing."""
 
 import contextlib
 import os
@@ -7,10 +7,11 @@ import signal
 from pathlib import Path
 
 from ingot.errors import IngotError
-from ingot.launch.jobs import Job, read_jobs
-from ingot.launch.kubernetes import kubectl as kubernetes
-from ingot.launch.slurm import script as slurm
-from ingot.launch.spec import LAUNCH, SPEC, read_spec
+from ingot.launch.kubernetes import kubectl
+from ingot.launch.protocol import Job, LaunchFolder
+from ingot.launch.slurm import commands as slurm
+from ingot.launch.spec import read_spec
+from ingot.training.runtime.run_files import FINISHED, STOP
 
 # Every other state may still run: one that this list does not know must not lead to a second job in the same folder.
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL",
@@ -24,14 +25,13 @@ def is_living(state: str) -> bool:
 
 def launched_verb(run: Path) -> str:
     """What was launched from a folder: train, prepare, or nothing."""
-    path = run / LAUNCH / SPEC
+    path = LaunchFolder(run).spec_file
     return read_spec(path).verb if path.is_file() else ""
 
 
 def last_jobs(run: Path) -> list[Job]:
     """The jobs of the last launch; a preparation has two."""
-    jobs = read_jobs(run)
-    return jobs[-2 if launched_verb(run) == "prepare" else -1 :]
+    return LaunchFolder(run).jobs()[-2 if launched_verb(run) == "prepare" else -1 :]
 
 
 def job_states(run: Path) -> dict[str, str] | None:
@@ -45,8 +45,19 @@ def job_states(run: Path) -> dict[str, str] | None:
     return states
 
 
+def stop_run(run: Path, now: bool) -> str:
+    """Ask a run to save and stop (it checks for the file STOP once a second), or end its jobs now; returns what was
+    done."""
+    if (run / FINISHED).exists():
+        return f"{run} has finished already"
+    (run / STOP).touch()  # keeps the rest of a chain from starting, too
+    if now or launched_verb(run) == "prepare":  # a preparation loses only the pieces that it is working on
+        return f"{run}: {end_jobs(run)}"
+    return f"asked {run} to save and stop after its current step"
+
+
 def end_jobs(run: Path) -> str:
-    """End the jobs of the last launch at once; says what was done."""
+    """End the jobs of the last launch at once; returns what was done."""
     done = []
     for job in last_jobs(run):
         states = _states(job)
@@ -65,7 +76,7 @@ def _states(job: Job) -> dict[str, str] | None:
         return {job.id: "RUNNING"} if _is_launcher(job.id) else {}
     try:
         _, namespace, kind = job.back_end.split("/")
-        state = kubernetes.object_state(namespace, kind, job.id)
+        state = kubectl.object_state(namespace, kind, job.id)
     except IngotError:
         return None
     return {job.id: state} if state else {}
@@ -79,7 +90,7 @@ def _end(job: Job) -> None:
             os.kill(int(job.id), signal.SIGKILL)  # its processes go with it
     else:
         _, namespace, kind = job.back_end.split("/")
-        kubernetes.delete(namespace, kind, job.id)
+        kubectl.delete(namespace, kind, job.id)
 
 
 def _is_launcher(pid: str) -> bool:

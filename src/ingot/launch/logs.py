@@ -1,26 +1,26 @@
-"""The logs of a run: of the console, of each rank of each attempt, and of Slurm."""
+"""The logs of a run: the console's, each rank's in each attempt, and Slurm's."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.config.secrets import redact
-from ingot.launch.spec import LAUNCH
-from ingot.launch.supervisor.restart_policy import START, read_history
+from ingot.launch.protocol import LaunchFolder
+from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.training.runtime.run_files import LOGS
 
 TAIL = 40  # lines of a failed rank's log
 
 
 def log_files(run: Path, rank: int | None) -> list[Path]:
-    """The console's log, or all files of one rank, oldest first; what its NCCL says is beside them in nccl-RANK.log."""
+    """The console's log, or all files of one rank, oldest first; NCCL's log is next to them in nccl-RANK.log."""
     if rank is None:
-        return [*sorted((run / LAUNCH).glob("slurm-*.out")), run / LOGS / "train.log"]
+        return [*LaunchFolder(run).slurm_logs(), run / LOGS / "train.log"]
     found = [*(run / LOGS).glob(f"rank-{rank}.log"), *(run / LOGS).glob(f"*/rank-{rank}.log")]
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def new_lines(files: list[Path], places: dict[str, int]) -> Iterator[str]:
-    """Whole lines beyond the places, which move on."""
+    """Complete lines after the positions in `places`, which move on."""
     for path in files:
         if not path.is_file():
             continue
@@ -35,7 +35,7 @@ def new_lines(files: list[Path], places: dict[str, int]) -> Iterator[str]:
 
 def error_lines(run: Path) -> list[str]:
     """The first cause of each failure, and the end of the log of the rank that failed last."""
-    failures = [line for line in read_history(run) if line["kind"] != START]
+    failures = read_all_failures(run)
     if not failures:
         return ["no failure is recorded"]
     lines = [f"{f['time']} attempt {f['attempt']}, rank {f['rank']} on {f['host']}: {f['message']}" for f in failures]

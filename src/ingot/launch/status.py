@@ -1,6 +1,6 @@
 """How a run is doing, from its folder alone and, where it was launched, from its back end.
 
-Nothing is concluded from silence: a cluster that does not answer gives the state "unknown".
+Silence proves nothing: a cluster that does not answer leaves the state "unknown".
 """
 
 import json
@@ -13,17 +13,15 @@ from typing import Any
 
 from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
-from ingot.launch.build_spec import STRIKES, strikes
+from ingot.launch.build_spec import MAX_STRIKES, strikes
 from ingot.launch.job_states import is_living, job_states, launched_verb
-from ingot.launch.jobs import read_jobs
-from ingot.launch.slurm.script import run_folder_of
-from ingot.launch.spec import LAUNCH
-from ingot.launch.supervisor.node_agent import HALT
-from ingot.launch.supervisor.restart_policy import START, newest_checkpoint, read_failures, read_history
+from ingot.launch.protocol import LAUNCH, LaunchFolder
+from ingot.launch.slurm.commands import run_folder_of
+from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
+from ingot.launch.supervisor.restart_policy import newest_checkpoint
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
 
-LEFT_OUT = ", left out of the next job"
-FRESH_SECONDS = 60.0  # an owner's file is touched every few
+FRESH_SECONDS = 60.0  # a running run touches its owner's file every few seconds
 
 
 @dataclass
@@ -33,19 +31,19 @@ class Status:
     state: str
     verb: str = "train"
     pieces: int = 0
-    """Of a preparation that is going on: pieces of the input that are done."""
+    """Of a running preparation: pieces of the input that are done."""
     batch: int = 0
     row: dict[str, Any] = field(default_factory=dict)
     checkpoint: int = 0
     attempts: int = 0
-    """Starts of its processes, on whichever rung of the ladder."""
+    """Starts of its ranks, by whichever part of the restart policy."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, str] = field(default_factory=dict)
     strikes: dict[str, int] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
-        """Nothing more will happen by itself."""
+        """Whether nothing more will happen by itself."""
         return self.state.partition(":")[0] in ("finished", "halted", "stopped by the file STOP", "not running")
 
     def lines(self) -> list[str]:
@@ -66,7 +64,8 @@ class Status:
             where = "attempt {attempt}, rank {rank} on {host}, batch {batch}".format(**failure)
             out.append(redact(f"  {failure['time']} {failure['kind']}: {failure['message']} ({where})"))
         for node, count in self.strikes.items():
-            out.append(f"node {node}: {count} strike{'s' * (count > 1)}" + (LEFT_OUT if count >= STRIKES else ""))
+            excluded = "; the next job excludes it" if count >= MAX_STRIKES else ""
+            out.append(f"node {node}: {count} strike{'s' * (count > 1)}{excluded}")
         return out
 
 
@@ -76,10 +75,10 @@ def find_run(text: str) -> Path:
     if path.is_dir() and ((path / LAUNCH).is_dir() or (path / CONFIG).is_file() or (path / METRICS).is_file()):
         return path
     if path.is_dir():
-        raise ConfigError(f"{text} is no run folder: it has neither {CONFIG} nor {METRICS} nor {LAUNCH}")
-    for jobs in Path().glob(f"runs/*/{LAUNCH}/jobs.jsonl"):
-        if any(job.id == text for job in read_jobs(jobs.parent.parent)):
-            return jobs.parent.parent
+        raise ConfigError(f"{text} is not a run folder: it has neither {CONFIG} nor {METRICS} nor {LAUNCH}")
+    for folder in Path().glob("runs/*"):
+        if any(job.id == text for job in LaunchFolder(folder).jobs()):
+            return folder
     if re.fullmatch(r"[0-9]+(_[0-9]+)?", text):
         with suppress(IngotError):  # Slurm is not here, or has forgotten it
             found = run_folder_of(text)
@@ -92,13 +91,12 @@ def find_run(text: str) -> Path:
 def read_status(run: Path) -> Status:
     """All that is known about a run."""
     rows = _tail(run / METRICS)
-    history = [line for line in read_history(run) if line["kind"] != START]
-    state = _seen_in_folder(run)  # before the back end is asked, which may take its time
+    state = _state_by_folder(run)  # before asking the back end, which may take a while
     states = job_states(run)
     verb = launched_verb(run) or "train"
     return Status(
-        state=state or _by_jobs(run, verb, states), verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
-        checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=history, jobs=states or {},
+        state=state or _state_by_jobs(run, verb, states), verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
+        checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=read_all_failures(run), jobs=states or {},
         strikes=strikes(run, 1), row=rows, batch=int(rows.get("time/batch", 0)),
     )  # fmt: skip
 
@@ -112,35 +110,34 @@ def _attempts(run: Path) -> int:
 def _pieces(run: Path) -> int:
     """Pieces in the journals of the preparation that this folder belongs to."""
     pieces = 0
-    with suppress(FileNotFoundError):  # a preparation that ends takes them away, maybe as we look
+    with suppress(FileNotFoundError):  # a preparation removes them when it ends
         for path in run.parent.glob(".*.partial/journal*.jsonl"):
             pieces += path.read_bytes().count(b'"task": "tokenize"')
     return pieces
 
 
-def _seen_in_folder(run: Path) -> str:
+def _state_by_folder(run: Path) -> str:
     if (run / FINISHED).exists():
         return "finished"
-    with suppress(FileNotFoundError):  # a run that ends takes it away, maybe as we look
+    with suppress(FileNotFoundError):  # a run removes it when it ends
         if time.time() - (run / OWNER).stat().st_mtime < FRESH_SECONDS:
             return "stopping" if (run / STOP).exists() else "running"
-    with suppress(FileNotFoundError):  # a launch takes it away
-        return f"halted: {(run / LAUNCH / HALT).read_text(encoding='utf-8').strip() or 'see the failures'}"
-    return ""
+    reason = LaunchFolder(run).halted()
+    return "" if reason is None else f"halted: {reason or 'see the failures'}"
 
 
-def _by_jobs(run: Path, verb: str, states: dict[str, str] | None) -> str:
+def _state_by_jobs(run: Path, verb: str, states: dict[str, str] | None) -> str:
     if states is None:
         return "unknown: the cluster does not answer"
     if living := [state for state in states.values() if is_living(state)]:
         return ("starting" if verb == "train" else "running") if "RUNNING" in living else "queued"
     if (run / STOP).exists():
         return "stopped by the file STOP"
-    return "not running" if (run / METRICS).exists() or read_jobs(run) else "never started"
+    return "not running" if (run / METRICS).exists() or LaunchFolder(run).jobs() else "never started"
 
 
 def _tail(path: Path) -> dict[str, Any]:
-    """The last whole row that has a loss."""
+    """The last complete row that has a loss."""
     if not path.is_file():
         return {}
     with path.open("rb") as file:

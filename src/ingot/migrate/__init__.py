@@ -1,7 +1,5 @@
-"""Other stacks' run descriptions, translated to ours: one file per dialect, one for what became of each key."""
+"""Other stacks' run descriptions and checkpoints, translated to ours: one file per stack."""
 
-from ingot.migrate.foundry import FOUNDRY
-from ingot.migrate.megatron import MEGATRON
-from ingot.migrate.neox import NEOX
+from ingot.migrate.detect import DIALECTS, load_run_config, translate
 
-DIALECTS = {dialect.name: dialect for dialect in (FOUNDRY, NEOX, MEGATRON)}
+__all__ = ["DIALECTS", "load_run_config", "translate"]

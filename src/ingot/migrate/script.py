@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ingot.errors import ConfigError
-from ingot.migrate.shell_arguments import FLAGS, LISTS
+from ingot.migrate.megatron import MEGATRON
 from ingot.migrate.shell_lexer import Statement, Token, Unclosed, array_words, end_of, lex, statements
 
 PROGRAM = re.compile(r"(?:^|/)(pretrain\w*\.py)$")
@@ -325,8 +325,8 @@ class Script:
                 option, values = text.partition("=")[0], int("=" in text)
             else:
                 key = option[2:].replace("-", "_")
-                none = not option or key in FLAGS.split()
-                if _is_unknown(pieces) and (none or (values and key not in LISTS)):
+                none = not option or key in MEGATRON.table["flags"]
+                if _is_unknown(pieces) and (none or (values and key not in MEGATRON.table["lists"])):
                     self._refuse_unknown(text, place)
                 if option and none:
                     raise ConfigError(f"{place}: {option} takes no value, not '{text}'; leave it out")

@@ -1,16 +1,20 @@
 """What became of each key of another stack's run description: a native value, "not needed, because ...", or a refusal.
 
-A dialect is data (tables of keys) and one function for what takes arithmetic. `Translation` sees to it that no key is
-lost: whatever none of them accounts for is unknown, and unknown is an error. Peers fill in defaults that differ from
-ours, so a translation writes those out too; nothing of the math is left to what our own defaults happen to be.
+A dialect is a table of keys (`tables/NAME.yaml`) and one function for what takes arithmetic. `Translation` makes sure
+that no key is lost: a key that neither accounts for is unknown, and unknown is an error. Defaults of the other stack
+that differ from ours are written out too, so that none of the math depends on our own defaults.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import resources
 from typing import Any
 
+import yaml
+
+from ingot.config.dotted_keys import ancestors
 from ingot.errors import ConfigError
 
 BECAME, NOT_NEEDED, REFUSED = "became", "not needed", "refused"
@@ -18,41 +22,40 @@ BECAME, NOT_NEEDED, REFUSED = "became", "not needed", "refused"
 
 @dataclass(frozen=True)
 class Dialect:
-    """The vocabulary of another stack. Keys are dotted; one in a table stands for all keys below it too. Tables hold
-    keys in strings, separated by spaces; see `words`."""
+    """The vocabulary of another stack. Keys are dotted; one in a table stands for all keys below it too."""
 
     name: str
     title: str
     translate: Callable[["Translation"], None]
-    """Sets what takes more than a table; the keys that it reads are `computed`."""
-    same: str
-    """KEY=NATIVE, or KEY where both are the same: the value is taken as it is."""
-    defaults: dict[str, Any]
-    """Values of keys in `same` that the peer fills in."""
-    choices: dict[str, str]
-    """KEY to NATIVE and the names that it may have, as NAME=MEANING or NAME; the first is the peer's default."""
-    not_needed: dict[str, str]
-    """Reason to the keys that it holds for."""
-    refused: dict[str, str]
-    """What to do instead to the keys; KEY=A|B lists values that change nothing, as empty, zero and false do."""
-    computed: str
+    """Sets what takes more than a table."""
 
     @cached_property
-    def natives(self) -> dict[str, str]:
-        return {key: native or key for key, _, native in (entry.partition("=") for entry in self.same.split())}
+    def table(self) -> dict[str, Any]:
+        """The content of the data file, which is read when the first foreign key is."""
+        text = (resources.files("ingot.migrate") / "tables" / f"{self.name}.yaml").read_text(encoding="utf-8")
+        table: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both safe
+        return table
 
     @cached_property
     def reasons(self) -> dict[str, str]:
-        return {key: why for why, keys in self.not_needed.items() for key in words(keys)}
+        """Why a key is not needed."""
+        return {key: entry["why"] for entry in self.table["not_needed"] for key in entry["keys"]}
 
     @cached_property
     def refusals(self) -> dict[str, tuple[list[str], str]]:
-        pairs = ((entry.partition("="), why) for why, keys in self.refused.items() for entry in words(keys))
-        return {key: (allowed.lower().split("|"), why) for (key, _, allowed), why in pairs}
+        """The values of a key that are accepted although it is refused, and why it is."""
+        found: dict[str, tuple[list[str], str]] = {}
+        for entry in self.table["refused"]:
+            found |= {key: ([], entry["why"]) for key in entry.get("keys", [])}
+            found |= {
+                key: ([str(v).lower() for v in vs], entry["why"]) for key, vs in entry.get("accepted", {}).items()
+            }
+        return found
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset([*self.natives, *self.choices, *self.reasons, *self.refusals, *self.computed.split()])
+        return frozenset([*(key for part in ("renamed", "choices", "computed") for key in self.table[part]),
+                          *self.reasons, *self.refusals])  # fmt: skip
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -108,11 +111,12 @@ class Translation:
                 if value and str(value).lower() not in rule[0]:
                     self.refuse(key, rule[1])
                 self.skip("the same here", key)
-        for key, native in d.natives.items():
-            if (value := self.get(key, d.defaults.get(key))) is not None:
+        for key, native in d.table["renamed"].items():
+            if (value := self.get(key, d.table["defaults"].get(key))) is not None:
                 self.put(native, value, key)
-        for key, entry in d.choices.items():
-            self.put(entry.split()[0], self.choice(key), key)
+        for key, entry in d.table["choices"].items():
+            if "native" in entry:
+                self.put(entry["native"], self.choice(key), key)
         d.translate(self)
         self.skip("as it is here, or without effect beside the other settings", *self.given)
         return self
@@ -142,14 +146,15 @@ class Translation:
         """The first key that is given, or else the first."""
         return next((key for key in keys if self.get(key) is not None), keys[0])
 
-    def choice(self, key: str, default: str | None = None, names: str = "") -> Any:
-        """What one of a peer's names means here; the others are refused."""
-        entries = [e.partition("=") for e in (names or self.dialect.choices[key].partition(" ")[2]).split()]
-        meanings = {name.lower(): meaning or name for name, _, meaning in entries}
-        value = str(self.get(key, default or entries[0][0]))
-        if value.lower() not in meanings:
-            self.refuse(key, f"not supported; possible here: {', '.join(entry[0] for entry in entries)}")
-        return meanings.get(value.lower(), entries[0][2] or entries[0][0])
+    def choice(self, key: str, default: str | None = None) -> Any:
+        """What one of the other stack's names means here; a name that the table does not list is refused."""
+        names = self.dialect.table["choices"][key]["names"]
+        meanings = {name.lower(): meaning for name, meaning in names.items()}
+        first = next(iter(names))
+        value = str(self.get(key, default or first)).lower()
+        if value not in meanings:
+            self.refuse(key, f"not supported; possible here: {', '.join(names)}")
+        return meanings.get(value, names[first])
 
     def put(self, native: str, value: Any, *keys: str) -> None:
         """Set a native key, and say which foreign keys it follows from; if none is given, from the first's default."""
@@ -213,33 +218,6 @@ class Translation:
         if homes:
             hint = f"it is a key of {' and '.join(homes)}, and a run is described in one vocabulary."
         return f"unknown key {key} of {title}; {hint}"
-
-
-def words(text: str) -> Iterable[str]:
-    """The words of a table; those behind `SECTION:` are keys of that section, behind `A,B:` of both."""
-    sections = [""]
-    for word in text.split():
-        if word.endswith(":"):
-            sections = [f"{section}." for section in word[:-1].split(",")]
-        else:
-            yield from (section + word for section in sections)
-
-
-def ancestors(key: str) -> Iterable[str]:
-    """The sections around a dotted key, nearest first."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
-
-
-def flatten(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys; a list of one section is that section, an empty one keeps its own key."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        value = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) else value
-        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
-    return flat
 
 
 def show(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Recomputing a block in the backward pass instead of keeping what its forward pass made.
+"""Activation checkpointing: recompute a block in the backward pass instead of keeping its intermediate results.
 
-`full` keeps only the block's input. `selective` keeps what is dear to compute, the results of matrix products and
-attention, and recomputes the rest (norms, activations, rotations), which is most of the memory and little of the work.
+`full` keeps only the block's input. `selective` also keeps the results of matrix products and attention, which are
+expensive to compute, and recomputes the rest (norms, activations, rotations): most of the memory, little of the work.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ATEN = torch.ops.aten
-DEAR = {
+EXPENSIVE_OPS = {
     ATEN.mm.default,
     ATEN.addmm.default,
     ATEN._scaled_dot_product_flash_attention.default,
@@ -20,16 +20,16 @@ DEAR = {
     ATEN._scaled_dot_product_cudnn_attention.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
 }
+"""What `selective` keeps. A kernel that does the work of one of these adds itself."""
 
 
-def recompute(block: nn.Module, kind: str, *inputs: Any) -> Tensor:
+def run_checkpointed(block: nn.Module, kind: str, *inputs: Any) -> Tensor:
     """Run a block so that its backward pass recomputes it; `kind` is full or selective."""
-    if kind == "full":  # without context_fn, not even one that does nothing: the compiler refuses that
+    if kind == "full":  # torch.compile refuses any context_fn here, even one that does nothing
         return checkpoint(block, *inputs, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    dear = operation in DEAR or str(operation) == "ingot.alibi_attention.default"
-    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Sampling text from a model, one token at a time over a key/value cache."""
+"""Sample text from a model, one token at a time, with a key/value cache."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def generate(
     stop: int | None = None,
     seed: int | None = None,
 ) -> Iterator[int]:
-    """Yield new token ids until `stop` or the limit. Temperature 0 takes the likeliest token each time."""
+    """Yield new token ids until `stop` or the limit. Temperature 0 takes the most likely token each time."""
     if not prompt:
         raise IngotError("the prompt is empty: give at least one token to start from")
     limit = model.config.context
@@ -49,7 +49,7 @@ def generate(
 
 
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:
-    """Draw one token from logits [V], limited to the top_k likeliest and to the smallest set of mass top_p."""
+    """Draw one token from logits [V], limited to the top_k most likely ones and to the smallest set of mass top_p."""
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature

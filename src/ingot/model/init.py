@@ -1,6 +1,6 @@
-"""Initial weights, each drawn from a generator of its own that is seeded by the run's seed and the parameter's name.
+"""Initial weights. Each is drawn from its own generator, seeded with the run's seed and the parameter's name.
 
-So a weight does not depend on which others are drawn before it: any layout of the model starts from the same values.
+So a weight does not depend on which others are drawn before it, and every parallel layout starts from the same values.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ RESIDUAL = ("attn.out.weight", "mlp.down.weight")  # projections that write to t
 
 
 def build_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
-    """A model with its initial weights, made on the device without a copy elsewhere."""
+    """A model with its initial weights, drawn on the device."""
     model = allocate(config, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,15 +1,9 @@
 """The feed-forward half of a block."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.config.model import ModelConfig
-from ingot.model.gelu import Gelu
-from ingot.model.kernels.bf16_weights import TRITON, fuses, leave_bias
-
-if TRITON:
-    from ingot.model.kernels.biased_gelu import biased_gelu
 
 
 class MLP(nn.Module):
@@ -28,12 +22,7 @@ class MLP(nn.Module):
         return self.down(self.inner(x))
 
     def inner(self, x: Tensor) -> Tensor:
-        """What the down projection gets."""
+        """The input of the down projection."""
         if self.activation == "swiglu":
             return F.silu(self.gate(x)) * self.up(x)
-        if self.activation == "gelu" and fuses(self.up, x):
-            return biased_gelu(*leave_bias(self.up, x))
-        x = self.up(x)
-        if self.activation == "gelu" and torch.compiler.is_compiling() and x.is_cuda and x.dtype == torch.bfloat16:
-            return Gelu.apply(x)
-        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu_tanh" else "none")

@@ -1,24 +1,26 @@
 """Context parallelism: a sequence cut over processes, each of which attends to the keys and values of all.
 
-The sequence is cut into 2 x context chunks; process r takes chunks r and (2 x context - 1 - r), an early and a late
-one, so that the causal triangle is shared evenly. Gathering keys and values, instead of passing them round a ring,
-works for every mask and position scheme, and a chunk then is the model's own attention of the last `new` of `total`
-tokens.
+The sequence is cut into 2 x context chunks. Process r takes chunks r and (2 x context - 1 - r), an early and a late
+one, so that the causal triangle is shared evenly. Keys and values are gathered instead of passed around a ring, which
+works for every mask and position scheme: a chunk is the model's own attention of the last `new` of `total` tokens.
 """
 
 import torch
 from torch import Tensor
 
-from ingot.model.attention import AlibiAttend, Attend, SdpaAttend
+from ingot.model.attention import Attend, AttentionOp
 from ingot.model.gpt import GPT
+from ingot.parallel.build import LossModel
 from ingot.parallel.collectives import all_gather
 from ingot.parallel.mesh import ParallelMesh
 
 
 class SequenceCut:
-    """Which tokens of a sequence are a process's own."""
+    """The tokens of a sequence that belong to this process."""
 
     def __init__(self, mesh: ParallelMesh, seq_len: int):
+        assert mesh.context is not None
+        self.group = mesh.context.get_group()
         parts = mesh.layout.context
         chunk = seq_len // (2 * parts)
         tokens = torch.arange(seq_len, device=mesh.device).view(2 * parts, chunk)
@@ -31,36 +33,43 @@ class SequenceCut:
         """[B, S] to this process's [B, T]."""
         return tokens[:, self.positions]
 
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, G, T, D] of every process to [B, G, S, D]."""
+        return all_gather(x, 2, self.group).index_select(2, self.order)
 
-class GatheredAttend:
+
+class ContextLossModel(LossModel):
+    """The loss of this process's part of each sequence."""
+
+    def __init__(self, gpt: GPT, cut: SequenceCut):
+        super().__init__(gpt)
+        self.cut = cut
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.gpt.loss(self.cut.take(tokens), self.cut.take(labels), self.cut.positions)
+
+
+class GatheredAttention:
     """Attention of a process's two chunks over the keys and values of all processes."""
 
-    def __init__(self, cut: SequenceCut, mesh: ParallelMesh, chunks: list[SdpaAttend]):
-        assert mesh.context is not None
-        self.cut, self.group, self.chunks = cut, mesh.context.get_group(), chunks
+    def __init__(self, inner: AttentionOp, cut: SequenceCut):
+        self.inner, self.cut = inner, cut
+
+    def prepare(self, new: int, total: int, device: torch.device, documents: Tensor | None = None) -> Attend:
+        assert documents is None, "documents need whole sequences"
+        return GatheredAttend(self.cut, [self.inner.prepare(new // 2, end, device) for end in self.cut.ends])
+
+
+class GatheredAttend:
+    """One forward pass of GatheredAttention."""
+
+    def __init__(self, cut: SequenceCut, chunks: list[Attend]):
+        self.cut, self.chunks = cut, chunks
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        k, v = self._gather(k), self._gather(v)  # [B, G, S, D]
+        k, v = self.cut.gather(k), self.cut.gather(v)  # [B, G, S, D]
         parts = [
             attend(part, k[:, :, :end], v[:, :, :end], dropout=dropout)
             for attend, part, end in zip(self.chunks, q.chunk(2, 2), self.cut.ends, strict=True)
         ]
         return torch.cat(parts, 2)  # [B, H, T, D]
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return all_gather(x, 2, self.group).index_select(2, self.cut.order)
-
-
-def replace_attention(
-    gpt: GPT, mesh: ParallelMesh, cut: SequenceCut | None, kernel: str, seq_len: int, heads: slice
-) -> None:
-    """Let a model attend with its own heads only, and over the context axis if there is one."""
-    alibi = AlibiAttend(gpt.config, seq_len, mesh.device, heads) if kernel == "triton" and cut is None else None
-
-    def attend_over(new: int, total: int, device: torch.device) -> Attend:
-        if cut is not None:
-            chunks = [SdpaAttend(gpt.config, new // 2, end, device, heads) for end in cut.ends]
-            return GatheredAttend(cut, mesh, chunks)
-        return alibi or SdpaAttend(gpt.config, new, total, device, heads)
-
-    gpt.attend_over = attend_over  # type: ignore[method-assign]

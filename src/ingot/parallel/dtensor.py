@@ -95,17 +95,3 @@ def _shifted(placement: "Placement") -> "Placement":
     if isinstance(placement, _StridedShard):
         return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
-
-
-def scale_to_limit(gradients: list[Tensor], norm: Tensor, limit: float | None, scale: Tensor | None) -> Tensor:
-    """Divide gradients of a given norm by `scale` and scale them to a norm of at most `limit`, in one pass.
-    Returns the norm between the two."""
-    factor = None
-    if scale is not None:
-        norm, factor = norm / scale, 1 / scale
-    if limit is not None:
-        clip = (limit / (norm + 1e-6)).clamp(max=1.0)
-        factor = clip if factor is None else clip * factor
-    if factor is not None:
-        torch._foreach_mul_(gradients, factor)
-    return norm

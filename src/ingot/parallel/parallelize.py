@@ -1,84 +1,88 @@
-"""One model, spread over the processes of a run. The steps are applied in one fixed order, each to what the last left:
+"""One model on the processes of a run, by steps in one fixed order, each applied to what the last left:
 
-pipeline (which layers) > tensor (which part of each matrix) > context (which part of a sequence) > recompute > compile
-> FSDP2 (which shard of what is left) > memory > initial weights.
+pipeline (which layers) > tensor (which part of each matrix) > context (which part of a sequence) > kernels >
+activation checkpointing > compile > FSDP2 (which shard of what is left) > memory.
 
-Nothing is allocated before its last step but one: the model is cut while it is on the meta device, so a process holds
-its own shards and, for a moment each, one whole tensor.
+Nothing is allocated before the last step: the model is cut on the meta device, so a process holds its own shards and,
+for a moment each, one whole tensor when weights are set.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
-from ingot.model.gpt import allocate
-from ingot.parallel.context import SequenceCut, replace_attention
-from ingot.parallel.executors.distributed import Spread
-from ingot.parallel.fsdp import shard_data_parallel
+from ingot.model import kernels
+from ingot.model.gpt import GPT
+from ingot.parallel.build import BuildOptions, LossModel, compile_model
+from ingot.parallel.context import ContextLossModel, GatheredAttention, SequenceCut
+from ingot.parallel.fsdp import shard_weights
 from ingot.parallel.layout import STAGES_PER_RANK, Layout
 from ingot.parallel.mesh import ParallelMesh
-from ingot.parallel.pipeline import ModelStage, Pipeline, keep_stage, stages_of
-from ingot.parallel.tensor import own_heads, shard_tensors
+from ingot.parallel.pipeline import Pipeline, PipelineStage, layers_of, stages_of
+from ingot.parallel.tensor import shard_tensors
 
 
-def spread_model(
-    config: ModelConfig,
-    parallel: ParallelConfig,
-    layout: Layout,
-    device: torch.device,
-    *,
-    seq_len: int,
-    precision: str,
-    kernel: str,
-    recompute: str | None,
-    compiled: bool,
-    allocating: AbstractContextManager | None = None,
-) -> Spread:
-    """Build a model spread over all processes, with its memory allocated (under `allocating`) and its weights not yet
-    set."""
-    mesh = ParallelMesh(layout, device)
-    cut = SequenceCut(mesh, seq_len) if layout.context > 1 else None
-    positions = cut.positions if cut is not None else torch.arange(seq_len, device=device)
-    count = layout.pipeline * STAGES_PER_RANK[parallel.pipeline_schedule] if layout.pipeline > 1 else 1
-    indices = stages_of(parallel.pipeline_schedule, mesh.stage_rank, layout.pipeline) if count > 1 else [0]
-    reshard = parallel.reshard_after_forward if parallel.reshard_after_forward != "auto" else count == 1
-    roots: list[nn.Module] = []
-    for index in indices:
-        gpt = allocate(config, "meta")
-        gpt.recompute = recompute
-        keep_stage(gpt, index, count)
+@dataclass(frozen=True)
+class ParallelModel:
+    """This rank's part of a model, its weights not set yet."""
+
+    config: ModelConfig
+    mesh: ParallelMesh
+    roots: list[LossModel]
+    """What this rank holds: the model, or its stages of a pipeline. FSDP2 wraps each."""
+    stages: int
+    """Of the whole pipeline; 1 without one."""
+    pipeline: Pipeline | None
+    notes: list[str]
+    """What the user should know."""
+
+
+def parallelize(config: ModelConfig, parallel: ParallelConfig, layout: Layout, options: BuildOptions) -> ParallelModel:
+    """Build this rank's part of a model. All ranks must call it."""
+    mesh = ParallelMesh(layout, options.device)
+    cut = SequenceCut(mesh, options.seq_len) if layout.context > 1 else None
+    stages = layout.pipeline * STAGES_PER_RANK[parallel.pipeline_schedule] if layout.pipeline > 1 else 1
+    reshard = parallel.reshard_after_forward if parallel.reshard_after_forward != "auto" else stages == 1
+    roots: list[LossModel] = []
+    notes: list[str] = []
+    for stage in stages_of(parallel.pipeline_schedule, mesh.stage_rank, layout.pipeline) if stages > 1 else [0]:
+        gpt = _build_stage(config, stage, stages)
         if layout.tensor > 1:
             shard_tensors(gpt, mesh)
-        if layout.tensor > 1 or cut is not None:
-            replace_attention(gpt, mesh, cut, kernel, seq_len, own_heads(gpt, mesh))
-        else:
-            gpt.use_kernel(kernel, seq_len, device)
-        if compiled:
-            for block in gpt.blocks.children():
-                block.compile(dynamic=False)
-            # between the gathered blocks only this is worth it: logits and their gradient in one pass each
-            gpt.loss = torch.compile(gpt.loss, dynamic=False)  # type: ignore[method-assign]
-        root: nn.Module = ModelStage(gpt, index, count, positions, precision) if count > 1 else gpt
-        shard_data_parallel(root, gpt, mesh, precision, reshard)
-        if count == 1 and cut is not None:
-            root.register_forward_pre_hook(_cut_inputs(cut), with_kwargs=True)
-        with allocating or nullcontext():
-            roots.append(root.to_empty(device=device))
+        if cut is not None:
+            gpt.attention_op = GatheredAttention(gpt.attention_op, cut)
+        notes = _attach_kernels(gpt, layout, options)
+        gpt.activation_checkpointing = options.activation_checkpointing
+        root = _as_root(gpt, stage, stages, cut, options)
+        if options.compiled:
+            compile_model(root, layout)
+        shard_weights(root, mesh, options.precision, reshard)
+        with options.allocating:
+            roots.append(root.to_empty(device=options.device))
     pipeline = None
-    if count > 1:
-        stages = [root for root in roots if isinstance(root, ModelStage)]
-        pipeline = Pipeline(stages, parallel.pipeline_schedule, mesh, cut)
-    return Spread(config, mesh, roots, pipeline, count)
+    if stages > 1:
+        parts = [root for root in roots if isinstance(root, PipelineStage)]
+        pipeline = Pipeline(parts, parallel.pipeline_schedule, mesh, cut)
+    return ParallelModel(config, mesh, roots, stages, pipeline, notes)
 
 
-def _cut_inputs(cut: SequenceCut) -> Callable[..., tuple[tuple, dict]]:
-    """A hook that takes a process's part of the tokens and labels, and says where in the sequence it stands."""
+def _build_stage(config: ModelConfig, stage: int, stages: int) -> GPT:
+    with torch.device("meta"):
+        return GPT(config, layers_of(stage, config, stages), has_embedding=stage == 0, has_head=stage == stages - 1)
 
-    def hook(module: nn.Module, args: tuple[Tensor, Tensor], kwargs: dict) -> tuple[tuple, dict]:
-        return tuple(cut.take(a) for a in args), kwargs | {"positions": cut.positions}
 
-    return hook
+def _attach_kernels(gpt: GPT, layout: Layout, options: BuildOptions) -> list[str]:
+    return kernels.attach(
+        gpt, device=options.device, precision=options.precision, tensor_parallel=layout.tensor > 1,
+        gathered_weights=True,
+    )  # fmt: skip
+
+
+def _as_root(gpt: GPT, stage: int, stages: int, cut: SequenceCut | None, options: BuildOptions) -> LossModel:
+    """What FSDP2 wraps and an executor calls."""
+    if stages > 1:
+        positions = cut.positions if cut is not None else torch.arange(options.seq_len, device=options.device)
+        return PipelineStage(gpt, stage, stages, positions, options.precision)
+    return LossModel(gpt) if cut is None else ContextLossModel(gpt, cut)

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from ingot.config.model import ModelConfig
 from ingot.model.gpt import GPT
+from ingot.model.precision import COMPUTE_DTYPES
+from ingot.parallel.build import LossModel
 from ingot.parallel.context import SequenceCut
 from ingot.parallel.dtensor import local
-from ingot.parallel.fsdp import DTYPES
 from ingot.parallel.layout import STAGES_PER_RANK
 from ingot.parallel.mesh import ParallelMesh
 
@@ -48,41 +50,26 @@ def layers_of(stage: int, config: ModelConfig, stages: int) -> range:
     return range(config.n_layers * stage // stages, config.n_layers * (stage + 1) // stages)
 
 
-def keep_stage(gpt: GPT, stage: int, stages: int) -> None:
-    """Drop from a model all that other stages hold. What is left keeps its names."""
-    for layer in set(range(gpt.config.n_layers)) - set(layers_of(stage, gpt.config, stages)):
-        gpt.blocks._modules[str(layer)] = None  # type: ignore[assignment]
-    first, last = stage == 0, stage == stages - 1
-    if not first and not (last and gpt.config.tie_word_embeddings):
-        gpt._modules["wte"] = None
-    if not first and "wpe" in gpt._modules:
-        gpt._modules["wpe"] = None
-    if not last:
-        gpt._modules["norm_f"] = None
-        if "head" in gpt._modules:
-            gpt._modules["head"] = None
-
-
-class ModelStage(nn.Module):
+class PipelineStage(LossModel):
     """A range of layers: tokens or hidden states in, hidden states or the loss [1] out."""
 
     def __init__(self, gpt: GPT, index: int, count: int, positions: Tensor, precision: str):
-        super().__init__()
-        self.gpt, self.first, self.last = gpt, index == 0, index == count - 1
+        super().__init__(gpt)
+        self.first, self.last = index == 0, index == count - 1
         self.index, self.positions, self.precision = index, positions, precision
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        dtype = DTYPES.get(self.precision)
+        dtype = COMPUTE_DTYPES.get(self.precision)
         with torch.autocast(x.device.type, dtype=dtype) if dtype is not None else nullcontext():
             if self.first:
                 x = self.gpt.embed(x, self.positions)
             x = self.gpt.transform(x, self.positions)
-            return torch.stack([self.gpt.loss(x, labels)]) if self.last else x
+            return self.gpt.loss_fn(x, self.gpt.output_weight, labels).view(1) if self.last else x
 
 
-class _TorchStage(PipelineStage):
-    """torch's stage, which in 2.11 greets its neighbours before it begins, itself among them where a pipeline turns
-    back on a process: gloo cannot send to itself."""
+class _TorchStage(pipelining.PipelineStage):
+    """torch's stage. In 2.11 it sends a warm-up message to its neighbors, and to itself where a pipeline turns back on
+    a process, which gloo cannot do."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
@@ -91,7 +78,7 @@ class _TorchStage(PipelineStage):
 class Pipeline:
     """The stages of this process and the schedules that run them."""
 
-    def __init__(self, stages: list[ModelStage], schedule: str, mesh: ParallelMesh, cut: SequenceCut | None):
+    def __init__(self, stages: list[PipelineStage], schedule: str, mesh: ParallelMesh, cut: SequenceCut | None):
         self.stages, self.schedule, self.mesh, self.cut = stages, schedule, mesh, cut
         self.count = mesh.layout.pipeline * STAGES_PER_RANK[schedule]
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)

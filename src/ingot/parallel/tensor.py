@@ -4,7 +4,6 @@ qkv and up are cut by output rows, out and down by input columns, the embedding 
 a part of the sequence each. The loss is taken from logits that no process ever holds whole.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ingot.model.gpt import GPT, IGNORE
+from ingot.model.attention import SdpaAttention
+from ingot.model.gpt import GPT, IGNORE, CrossEntropy
 from ingot.parallel.collectives import all_gather, all_reduce, reduce_scatter, shared, sum_over
 from ingot.parallel.mesh import ParallelMesh
 
@@ -41,23 +41,26 @@ ENDS = {
 
 
 def shard_tensors(gpt: GPT, mesh: ParallelMesh) -> None:
-    """Cut a model's matrices, and let its loss work on a part of the vocabulary."""
+    """Cut a model's matrices over the tensor axis, its attention by heads, and its loss by the vocabulary."""
     present = dict(gpt.named_modules())
     parallelize_module(gpt, mesh.tensor, {name: style for name, style in ENDS.items() if name in present})
-    for block in gpt.blocks.children():
+    for block in gpt.blocks.values():
         parts = dict(block.named_modules())
         parallelize_module(block, mesh.tensor, {name: style for name, style in BLOCK.items() if name in parts})
         if gpt.config.qk_ln:
-            attention: Any = parts["attn"]
-            each, norms = gpt.config.qk_ln == "heads", (attention.q_norm, attention.k_norm)
-            attention.q_norm, attention.k_norm = (_HeadNorm(norm, mesh, each) for norm in norms)
+            attention: Any = block.attn
+            each = gpt.config.qk_ln == "heads"
+            attention.q_norm = HeadNorm(attention.q_norm, mesh, each)
+            attention.k_norm = HeadNorm(attention.k_norm, mesh, each)
     for name in ("wte", "wpe"):
         if name in present:
-            setattr(gpt, name, _Embedding(present[name], mesh))
-    gpt.loss = partial(vocabulary_parallel_loss, gpt, mesh)  # type: ignore[method-assign]
+            setattr(gpt, name, ShardedEmbedding(present[name], mesh))
+    heads = gpt.config.n_heads // mesh.layout.tensor
+    gpt.attention_op = SdpaAttention(gpt.config, slice(heads * mesh.tensor_rank, heads * (mesh.tensor_rank + 1)))
+    gpt.loss_fn = VocabParallelCrossEntropy(gpt.config.vocab_size, mesh)
 
 
-class _Embedding(nn.Module):
+class ShardedEmbedding(nn.Module):
     """An embedding cut by rows: tokens [..., T] that all have to vectors [..., T/tensor, d].
 
     Not DTensor's: its backward pass makes the gradient of all rows on every process before it cuts it.
@@ -79,7 +82,7 @@ class _Embedding(nn.Module):
         return reduce_scatter(x, tokens.ndim - 1, self.group).clone()
 
 
-class _HeadNorm(nn.Module):
+class HeadNorm(nn.Module):
     """A layer or root-mean-square norm on the heads of one process, in fp32: over all heads, x [B, T, F/tensor], or
     over each, x [..., D]."""
 
@@ -89,7 +92,7 @@ class _HeadNorm(nn.Module):
     def __init__(self, norm: Any, mesh: ParallelMesh, each: bool):
         super().__init__()
         self.group, self.ranks, self.each = mesh.tensor.get_group(), 1 if each else mesh.layout.tensor, each
-        self.centred, self.eps = isinstance(norm, nn.LayerNorm), float(norm.eps)
+        self.centered, self.eps = isinstance(norm, nn.LayerNorm), float(norm.eps)
         for name in ("weight", "bias"):
             whole = getattr(norm, name, None)
             place = [Replicate() if each else Shard(0)]
@@ -98,7 +101,7 @@ class _HeadNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, features = x.float(), x.shape[-1] * self.ranks
-        if self.centred:
+        if self.centered:
             x = x - self._total(x) / features
         x = x * (self._total(x.square()) / features + self.eps).rsqrt() * self._own(self.weight)
         return x + self._own(self.bias) if self.bias is not None else x
@@ -111,25 +114,23 @@ class _HeadNorm(nn.Module):
         return shared(parameter.to_local(), self.group) if self.each else parameter.to_local()
 
 
-def own_heads(gpt: GPT, mesh: ParallelMesh) -> slice:
-    """The query heads that this process computes."""
-    per_rank = gpt.config.n_heads // mesh.layout.tensor
-    return slice(per_rank * mesh.tensor_rank, per_rank * (mesh.tensor_rank + 1))
-
-
-def vocabulary_parallel_loss(gpt: GPT, mesh: ParallelMesh, hidden: Tensor, labels: Tensor) -> Tensor:
+class VocabParallelCrossEntropy(CrossEntropy):
     """The summed cross-entropy of hidden [B, T/tensor, d] and labels [B, T], equal on all processes of the axis."""
-    group = mesh.tensor.get_group()
-    hidden = all_gather(hidden, 1, group)  # [B, T, d]
-    weight = gpt.wte.weight if gpt.config.tie_word_embeddings else gpt.head.weight
-    assert isinstance(weight, DTensor)
-    logits = F.linear(hidden, weight.to_local()).float().flatten(0, 1)  # [B T, V/tensor]
-    first = mesh.tensor_rank * logits.shape[1]
-    return _CrossEntropy.apply(logits, labels.flatten(), first, gpt.config.vocab_size, group)
+
+    def __init__(self, vocab_size: int, mesh: ParallelMesh):
+        super().__init__(vocab_size)
+        self.group, self.rank = mesh.tensor.get_group(), mesh.tensor_rank
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        hidden = all_gather(hidden, 1, self.group)  # [B, T, d]
+        assert isinstance(weight, DTensor)
+        logits = F.linear(hidden, weight.to_local()).float().flatten(0, 1)  # [B T, V/tensor]
+        first = self.rank * logits.shape[1]
+        return _CrossEntropyFunction.apply(logits, labels.flatten(), first, self.vocab_size, self.group)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy over logits whose columns are spread over a group: three small all-reduces of [tokens]."""
+class _CrossEntropyFunction(torch.autograd.Function):
+    """Cross-entropy over logits whose columns are cut over a group: three small all-reduces of [tokens]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, vocab: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,10 +1,10 @@
-"""A training step of one rank of a large world, without the world: fake tensors, a fake process group, one process.
+"""The memory of one rank of a large run, measured without the run: fake tensors, a fake process group, one process.
 
-The model is built, cut and sharded by the same code as in a run, and every operation of a step is gone through; only
-nothing is allocated, computed or sent. What comes out is the memory that one rank needs.
+The model is built and sharded by the same code as in a run, and every operation of a training step is dispatched, but
+nothing is allocated, computed or sent.
 
-Not torch's own FSDPMemTracker: it counts the shards of a DTensor's optimizer state as temporary and once for each
-tensor made of them, and does not see what DTensor makes on the way. Here every storage is counted while it lives.
+torch's own FSDPMemTracker counts the shards of a DTensor's optimizer state as temporary, counts them once per tensor
+made of them, and misses DTensor's intermediate results. Here every storage is counted while it is alive.
 """
 
 import weakref
@@ -21,10 +21,12 @@ from torch.utils._pytree import tree_iter
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.errors import ConfigError
+from ingot.parallel.build import BuildOptions
 from ingot.parallel.dtensor import local
-from ingot.parallel.executors.distributed import Spread
+from ingot.parallel.executors.base import scale_gradients, squared_norm
+from ingot.parallel.fsdp import reduce_gradients
 from ingot.parallel.layout import Layout
-from ingot.parallel.parallelize import spread_model
+from ingot.parallel.parallelize import ParallelModel, parallelize
 
 
 def dry_run(
@@ -36,41 +38,41 @@ def dry_run(
     micro: int,
     precision: str,
     recompute: str | None,
-    make_optimizer: Callable[[Spread], torch.optim.Optimizer],
+    make_optimizer: Callable[[ParallelModel], torch.optim.Optimizer],
 ) -> dict[str, int]:
-    """Bytes on rank 0: `weights`, `gradients` and `optimizer` between steps, and `peak`, the most during a step."""
+    """Bytes on rank 0: `weights`, `gradients` and `optimizer` between steps, and `peak`, the maximum during a step."""
     if layout.pipeline > 1:
-        raise ConfigError("a dry run goes through one stage at a time; leave out parallel.pipeline")
+        raise ConfigError("a dry run does not support parallel.pipeline; remove it")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # as a GPU's kernels do it: no attention weights are kept for dropout, and no bias is laid out for ALiBi
+    # as with GPU kernels: no attention weights stored for dropout, no bias matrix for ALiBi
     positions = "none" if config.positions == "alibi" else config.positions
     config = config.model_copy(update={"attn_pdrop": 0.0, "positions": positions})
     device = torch.device("cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.size)
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        # cutting happens outside of the mode, since a mesh computes with real indices
-        spread = spread_model(
-            config, parallel, layout, device, seq_len=seq_len, precision=precision, kernel="sdpa", recompute=recompute,
-            compiled=False, allocating=fake,
-        )  # fmt: skip
-        root = spread.roots[0]
+        # sharding happens outside of the mode, since a mesh computes with real indices
+        options = BuildOptions(device, precision, seq_len, recompute, allocating=fake)
+        model = parallelize(config, parallel, layout, options)
+        root = model.roots[0]
+        parameters = list(root.parameters())
         memory = _LiveBytes()
-        memory.count(map(local, spread.names))
-        sizes = {"weights": memory.live}
+        memory.track(map(local, parameters))
+        sizes = {"weights": memory.live()}
         with fake, memory:
-            optimizer = make_optimizer(spread)
+            optimizer = make_optimizer(model)
             tokens = torch.zeros(micro, seq_len, dtype=torch.long)
-            for _ in range(2):  # the optimizer's state comes with the first; its gradients stay, as when accumulating
+            for _ in range(2):  # the first creates the optimizer state; gradients stay, as when accumulating
                 memory.peak = 0
-                spread.before_backward(last=True)
+                reduce_gradients(model.roots, last=True)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
                     loss = root(tokens, tokens)
                 loss.backward()
                 del loss
-                sizes["gradients"] = sum(local(p.grad).nbytes for p in spread.names if p.grad is not None)
-                spread.clip_gradients(1.0)
+                sizes["gradients"] = sum(local(p.grad).nbytes for p in parameters if p.grad is not None)
+                gradients = [local(p.grad) for p in parameters if p.grad is not None]
+                scale_gradients(gradients, squared_norm(gradients).sqrt().float(), 1.0, None)
                 optimizer.step()
         state = (t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor))
         return sizes | {"optimizer": sum(local(t).nbytes for t in state), "peak": memory.peak}
@@ -79,46 +81,31 @@ def dry_run(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make, until they are let go."""
+    """Tracks all storages that operations make, and the most bytes that were alive when one was made.
+
+    Sizes are read each time instead of being counted once, since FSDP2 frees and refills the storages of gathered
+    weights in place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self.sizes: dict[int, int] = {}  # by the address of a storage's Python object
+        self.peak = 0
+        self.storages: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor takes it apart, and its parts come by here
+            return NotImplemented  # DTensor dispatches its local tensors, which return here
         out = func(*args, **kwargs or {})
-        self.count(t for t in tree_iter(out) if isinstance(t, torch.Tensor))
+        before = len(self.storages)
+        self.track(t for t in tree_iter(out) if isinstance(t, torch.Tensor))
+        if len(self.storages) > before:
+            self.peak = max(self.peak, self.live())
         return out
 
-    def __enter__(self) -> Any:
-        self.resize = resize = torch.UntypedStorage.resize_
-
-        def counted(storage: torch.UntypedStorage, size: int) -> None:  # FSDP2 frees gathered weights so
-            resize(storage, size)
-            if id(storage) in self.sizes:
-                self._set(id(storage), size)
-
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
-        super().__exit__(*error)
-
-    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if id(storage) not in self.sizes:
-                weakref.finalize(storage, self._forget, id(storage)).atexit = False
-            self._set(id(storage), storage.nbytes())
+            self.storages[id(storage)] = storage
 
-    def _set(self, key: int, size: int) -> None:
-        self.live += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-        self.peak = max(self.peak, self.live)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+    def live(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())

@@ -1,1 +1,1 @@
-"""What came out: console, metrics file, trackers, pictures."""
+"""What a run shows and writes: console, metrics file, TensorBoard, plots."""

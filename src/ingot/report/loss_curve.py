@@ -1,4 +1,4 @@
-"""A picture of a run's losses."""
+"""Plots the losses of a run."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def draw_loss_curve(run: Path, picture: Path, title: str) -> None:
     """Training and validation loss over tokens, as PNG."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no screen needed
+    matplotlib.use("Agg")  # works without a display
     from matplotlib import pyplot
 
     rows = read_rows(run)

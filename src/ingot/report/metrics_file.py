@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import disk_error
-from ingot.training.listener import Row
+from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import METRICS
 
 
-class MetricsFile:
-    """Appends rows. On resume the file is cut back to where it was when the checkpoint was saved."""
+class MetricsFile(RunListener):
+    """Appends rows. On resume the file is truncated to its size at the checkpoint."""
 
     def __init__(self, folder: str):
         self.path = Path(folder) / METRICS
         self.file: IO[bytes] | None = None
-
-    def note(self, text: str) -> None:
-        pass
-
-    warn = note
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
         self.file = self.path.open("ab")

@@ -1,15 +1,15 @@
-"""Rows as TensorBoard event files."""
+"""Writes rows as TensorBoard event files."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ingot.config.run import TensorBoardConfig
+from ingot.config.training import TensorBoardConfig
 from ingot.errors import MissingExtra
-from ingot.training.listener import Row
+from ingot.training.listener import Row, RunListener
 
 
-class TensorBoard:
+class TensorBoard(RunListener):
     """Writes each metric as a scalar under its own name."""
 
     def __init__(self, config: TensorBoardConfig, folder: str):
@@ -18,19 +18,13 @@ class TensorBoard:
         self.log_dir = config.log_dir or str(Path(folder) / "tensorboard")
         self.writer: Any = None
 
-    def note(self, text: str) -> None:
-        pass
-
-    warn = note
-
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
         self.rewind(batch, state)
 
     def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # steps that were written after the checkpoint and will come again are dropped by the viewer
-        self.writer = SummaryWriter(self.log_dir, purge_step=batch + 1)
+        self.writer = SummaryWriter(self.log_dir, purge_step=batch + 1)  # the viewer drops later steps: they repeat
 
     def row(self, row: Row, batch: int) -> None:
         for key, value in row.items():

@@ -1,9 +1,10 @@
 """Files by URL: an object store, a web server or a folder, with one way to fail.
 
-`obstore` (Rust) speaks to all of them. What it cannot know is what makes an answer wrong: lengths and hashes stand in
+`obstore` (Rust) speaks to all of them. What it cannot know is what makes an answer wrong: lengths and hashes are in
 an index. So retrying is done here, around the whole of "fetch and check", and not inside the client.
 """
 
+import io
 import os
 import random
 import shutil
@@ -26,6 +27,11 @@ HINT = "credentials come from the environment (AWS_, GOOGLE_, AZURE_...; AWS_SKI
 T = TypeVar("T")
 
 
+def is_url(path: str) -> bool:
+    """Whether a path is in an object store or on a web server."""
+    return "://" in path
+
+
 class NotThere(Exception):
     """The remote has no such file."""
 
@@ -43,7 +49,7 @@ class Remote:
 
     def __init__(self, url: str, retries: int = RETRIES, backoff: tuple[float, float] = BACKOFF_SECONDS):
         self.url = url.rstrip("/")
-        # where it is, if it is no object store
+        # where it is, unless it is an object store
         self.folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
         self._store: Any = None if self.folder else _open_store(self.url)
         self._answered = False  # once it has, a failure to get credentials is a passing one
@@ -78,7 +84,7 @@ class Remote:
             return None
 
     def names(self, under: str | None = None, required: bool = False) -> list[str]:
-        """What lies right in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
+        """Names directly in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
         over http, unless it is required."""
         if self.folder is not None:
             folder = self.folder / (under or "")
@@ -147,6 +153,40 @@ class Remote:
             if attempt < self._retries and (stop or threading.Event()).wait(pause):
                 break
         raise DataError(f"{self.url}/{name} could not be {doing} in {attempt + 1} attempts: {reason}")
+
+
+class RemoteFile(io.RawIOBase):
+    """An object as a file: every read requests a range, again if it fails."""
+
+    def __init__(self, url: str):
+        folder, _, self.object = url.rpartition("/")
+        self.remote = Remote(folder)
+        size = self.remote.size(self.object)
+        if size is None:
+            raise DataError(f"{url}: no longer there")
+        self.size, self.at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), self.size - self.at)
+        if count <= 0:
+            return 0
+        try:
+            data = self.remote.retry(self.object, lambda: b"".join(self.remote.stream(self.object, self.at, count)))
+        except NotThere:
+            raise DataError(f"{self.remote.url}/{self.object}: removed while it was read") from None
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
 
 
 def _stream_file(path: Path, begin: int | None, count: int) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from typing import Any
 from ingot.checkpoint.async_writer import AsyncWriter
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_into
-from ingot.checkpoint.location import find_checkpoints, is_url
+from ingot.checkpoint.location import find_checkpoints
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MAX_MANIFEST_BYTES,
@@ -29,6 +29,7 @@ from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DiskError, disk_error
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import Executor
+from ingot.storage.object_store import is_url
 from ingot.training.listener import Row, RunListener
 from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.run_files import FINISHED, METRICS

@@ -1,6 +1,7 @@
-"""Whether a model fits into the memory of a machine without GPUs. The system kills a process that asks for too much
-without a word, so this is checked by arithmetic before anything is built."""
+"""Refuses a model that does not fit into the memory of a machine without GPUs, before anything is built: the operating
+system would kill the process without a message."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +11,17 @@ from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
 GIB = 2**30
+LIMITS = {"": ("sys/fs/cgroup", "memory.max"), "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes")}
+"""Folder and file of a cgroup's limit, by controller; version 2 has a single hierarchy without a name."""
 
 
 def check_host_memory(config: RunConfig, layout: Layout, processes: int, available: int | None = None) -> None:
-    """Refuse what `processes` of this machine cannot hold together: at the least weights, gradients, the optimizer's
-    state, and the activations of one sequence each. Nothing is added for buffers, so what fits is never refused."""
+    """Raise if `processes` on this machine cannot hold weights, gradients, optimizer state and the activations of one
+    sequence each. This is a lower bound without buffers, so a model that fits is never refused."""
     available = available_memory() if available is None else available
     recompute = "full" if isinstance(config.activation_checkpointing, float) else StepShape.of(config).recompute
-    work = replace(StepShape.of(config), micro=1, recompute=recompute)
-    whole = estimate_memory(config.model, Layout(), config.parallel, work)  # of the model in one piece
+    step = replace(StepShape.of(config), micro=1, recompute=recompute)
+    whole = estimate_memory(config.model, Layout(), config.parallel, step)  # of the unsharded model
     state, activations = processes * layout.replicate / layout.size, processes * layout.data / layout.size
     parts = {"weights": whole.weights * state, "gradients": whole.gradients * state,
              "optimizer": whole.optimizer * state, "activations": whole.activations * activations}  # fmt: skip
@@ -35,38 +38,28 @@ def check_host_memory(config: RunConfig, layout: Layout, processes: int, availab
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that new processes may take: free memory and swap, within the limit of the container. None if unknown."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if rest}
+    """Free memory and swap in bytes, within the limits of the container; None if unknown."""
+    lines = (line.partition(":") for line in _read(root / "proc/meminfo").splitlines())
+    sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in lines if rest}
     if "MemAvailable" not in sizes:
         return None
     return min([sizes["MemAvailable"] + sizes.get("SwapFree", 0), *_container_limits(root)])
 
 
-def _container_limits(root: Path) -> list[int]:
-    """The limits of this process's cgroup and all above it, as version 2 and version 1 name them."""
-    limits = []
+def _container_limits(root: Path) -> Iterator[int]:
+    """The limits of this process's cgroup and of all its parents."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in set(controllers.split(",")) & LIMITS.keys():
+            top, name = LIMITS[controller]
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):  # the last is the top, the only one visible inside a container
+                if (text := _read(root / top / folder / name).strip()).isdecimal():  # otherwise "max"
+                    yield int(text)
+
+
+def _read(path: Path) -> str:
     try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return []
-    for group in groups:
-        _, controllers, path = group.split(":", 2)
-        if controllers == "":
-            top, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        inside = Path(path.lstrip("/"))
-        for folder in (inside, *inside.parents):  # the last is the top, which is all that a container may see
-            try:
-                text = (top / folder / name).read_text().strip()
-            except OSError:
-                continue
-            if text.isdecimal():  # else "max"
-                limits.append(int(text))
-    return limits
+        return ""

@@ -1,34 +1,35 @@
-"""What a run tells the outside. The trainer calls these; `ingot.report` prints, writes and draws them.
+"""What a run reports. The trainer calls these methods; `ingot.report` prints, writes and draws.
 
-The position in the metrics file goes into every checkpoint, so that a resumed run continues the file exactly where
-the checkpoint was: nothing missing, nothing twice.
+Checkpoints store the position in the metrics file, so a resumed run continues the file exactly at the checkpoint:
+nothing is missing, nothing is repeated.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 Row = dict[str, float]
 
 
-class RunListener(Protocol):
-    """A listener of a run."""
+class RunListener:
+    """Ignores everything; subclasses override what they need."""
 
     def note(self, text: str) -> None:
-        """A decision or an event, in a sentence."""
+        """A decision or an event, as a sentence."""
 
     def warn(self, text: str) -> None:
-        """Something that went wrong and did not stop the run."""
+        """A problem that does not stop the run."""
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
-        """The first step comes after `batch`; `state` is what `state()` gave when the checkpoint was saved."""
+        """The first step follows `batch`; `state` is the result of `state()` at the checkpoint that is resumed."""
 
     def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
-        """The run has gone back to a checkpoint; `state` is as for `begin`. What came after it will come again."""
+        """The run rolled back to a checkpoint; `state` as for `begin`. The batches after it are repeated."""
 
     def row(self, row: Row, batch: int) -> None:
-        """Metrics of one step."""
+        """The metrics of one step."""
 
     def state(self) -> dict[str, Any]:
-        """What to keep in a checkpoint; everything written so far must be on disk when this returns."""
+        """What to store in a checkpoint. Everything received so far must be on disk when this returns."""
+        return {}
 
     def end(self) -> None:
-        """The run is over, well or not."""
+        """The run has ended, successfully or not."""

@@ -1,269 +1,193 @@
-"""How many sequences go through the model at once, and what of them is recomputed for want of memory.
+"""How many sequences go through the model at once, and what of them is recomputed in the backward pass to save memory.
 
-Memory is tried before the first step. Recomputing costs up to a quarter of the speed and a small microbatch little, so
-as little is recomputed as leaves room for a few thousand tokens (7b on an H200 reaches 63% of the peak with 4096 at a
-time and nothing recomputed). A larger microbatch than some tens of thousands of tokens gains nothing: 125m is 1.6%
-slower with 131,072 than with 65,536. What turns out not to fit later is written down in the run folder, so that a
-run that any launcher starts again goes on from its last checkpoint with a smaller size.
+Memory is measured before the first step. Activation checkpointing costs up to a quarter of the speed and a small
+microbatch little, so the cheapest kind wins that leaves room for a few thousand tokens (7b on an H200 reaches 63% of
+the peak with 4,096 tokens and nothing recomputed). Tens of thousands of tokens gain nothing more: 125m is 1.6% slower
+with 131,072 than with 65,536. A size that does not fit later is recorded in the run folder, so that a run which any
+launcher restarts continues from its last checkpoint with a smaller one.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ingot.checkpoint.manifest import write_atomically
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.dtensor import local
+from ingot.parallel.executors.base import Executor, MemoryUse
+from ingot.parallel.executors.oom import OutOfMemory, as_out_of_memory
 from ingot.parallel.layout import Layout
-from ingot.parallel.memory_estimate import USABLE as ESTIMATED
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
-from ingot.training.device import autocast
-from ingot.training.oom import OutOfMemory
+from ingot.storage.atomic import write_whole
 from ingot.training.runtime.run_files import MICROBATCH
 
-if TYPE_CHECKING:
-    from ingot.parallel.executors.distributed import Spread
-
-CPU_TOKENS = 4096  # beyond this a CPU gains nothing and its caches lose
+CPU_TOKENS = 4096  # per microbatch: beyond this a CPU gains nothing and its caches lose
 GPU_TOKENS = 65536  # and beyond this a GPU
-ENOUGH_TOKENS = 4096  # to keep a GPU busy
-ENOUGH_SPREAD = 8192  # where weights have to be gathered too, for each microbatch
-KINDS = (None, "selective", "full")  # of recomputing, the cheapest first
-NEVER = 1 << 62
-USABLE = 0.94  # of a device's memory, by measured peaks: the rest is for communication and fragments
+KINDS = (None, "selective", "full")  # of activation checkpointing, the cheapest first
+ESTIMATE_MARGIN = 1.15  # on what the estimate says that two kinds differ by
+Kind = str | None
 
 
-def choose_recompute(config: RunConfig, layout: Layout, memory: int | None) -> tuple[str | None, str]:
-    """What the blocks of a spread model recompute, and why. By arithmetic: to try it might fail on a single process,
-    and leave the others waiting inside a collective."""
-    if config.activation_checkpointing != "auto":
-        return config.recompute, "as configured"
-    if memory is None:
-        return None, "auto recomputes on GPUs alone"
-    asked, batch = config.device_train_microbatch_size, -(-config.global_train_batch_size // layout.data)
-    micro = asked if isinstance(asked, int) else min(batch, -(-ENOUGH_SPREAD // config.max_seq_len))
-    split = layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble"
-    for kind in KINDS:
-        if kind == "selective" and split:  # which torch cannot do
-            continue
-        work = replace(StepShape.of(config), micro=micro, recompute=kind)
-        needs = estimate_memory(config.model, layout, config.parallel, work).total
-        figures = f"about {needs / 2**30:.1f} of {memory / 2**30:.0f} GiB per device with a microbatch of {micro}"
-        if needs <= ESTIMATED * memory:
-            return kind, f"the least that leaves room for {micro * config.max_seq_len:,} tokens: {figures}"
-    return "full", f"too tight by our estimate even so: {figures}"
+def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh: bool = False) -> str:
+    """Set the executor's microbatch and what it recomputes. Return why. The size divides the largest part of the
+    global batch that a rank has. What an earlier run left in the folder does not count for a fresh one."""
+    asked, is_auto = config.device_train_microbatch_size, config.activation_checkpointing == "auto"
+    too_large = None if fresh else read_oom_size(folder, executor)
+    sizes, why = candidate_sizes(config, executor.layout, too_large)
+    kinds = candidate_kinds(config, executor.layout)
+    limit = executor.memory_limit()
+    cap = GPU_TOKENS if limit is not None else CPU_TOKENS
+    if asked == "auto":
+        sizes = [n for n in sizes if n * config.max_seq_len <= cap] or sizes[:1]
+    if limit is None or (asked != "auto" and not is_auto):
+        executor.microbatch = sizes[-1]
+        executor.set_recompute(kinds[0])
+        return why or f"largest divisor of the batch within {cap:,} tokens; more does not speed up a CPU"
 
+    def estimate(kind: Kind, size: int) -> float:
+        shape = replace(StepShape.of(config), micro=size, recompute=kind)
+        return estimate_memory(config.model, executor.layout, config.parallel, shape).total
 
-def choose_microbatch(
-    config: RunConfig,
-    model: Any,
-    device: torch.device,
-    spread: "Spread | None",
-    folder: Path,
-    fresh: bool = False,
-) -> tuple[int, str]:
-    """The microbatch size, and why. It always divides the largest part of the global batch that a process has. What a
-    run that starts over has left in the folder does not count. A model in one process is left recomputing what
-    `activation_checkpointing=auto` comes to."""
-    layout = spread.mesh.layout if spread is not None else Layout()
-    batch = -(-config.global_train_batch_size // layout.data)
-    asked = config.device_train_microbatch_size
-    if asked == "auto" and layout.pipeline > 1:  # enough microbatches to keep every stage busy
-        batch = max(1, batch // (2 * layout.pipeline))
-    sizes = [n for n in range(1, batch + 1) if batch % n == 0]
-    too_much = None if fresh else _too_much(folder, layout, spread)
-    if too_much is not None:
-        sizes = [n for n in sizes if n <= too_much // 2] or [1]
-    if isinstance(asked, int):
-        size = min(asked, batch)
-        why = "as configured" if size == asked else "all that a process has"
-        if too_much is not None and asked >= too_much:
-            size, why = sizes[-1], f"{too_much} was too much for the memory earlier in this run"
-        if config.activation_checkpointing == "auto" and device.type == "cuda" and spread is None:
-            _try_kinds(config, model, device, [size], size)  # if none fits, the first step will halve the size
-            why += f"; recomputed: {model.recompute or 'nothing'}"
-        return size, why
-    if device.type == "cpu":
-        size = max([n for n in sizes if n * config.max_seq_len <= CPU_TOKENS] or [1])
-        return size, f"the largest part of the batch within {CPU_TOKENS} tokens, enough to keep a CPU busy"
-    sizes = [n for n in sizes if n * config.max_seq_len <= GPU_TOKENS] or sizes[:1]
-    if spread is not None:
-        return _largest_by_measure(config, spread, device, sizes, folder)
-    return _try_sizes(config, model, device, sizes)
-
-
-def remember_too_much(folder: Path, size: int, layout: Layout) -> None:
-    """Leave word in the run folder that a size did not fit, for whatever starts the run again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
-
-
-def _too_much(folder: Path, layout: Layout, spread: "Spread | None") -> int | None:
-    """The smallest size that is known not to fit, the same on every process."""
-    try:
-        found = json.loads((folder / MICROBATCH).read_text(encoding="utf-8"))
-        size = int(found["too_much"]) if found["layout"] == str(layout) else None
-    except (OSError, ValueError, KeyError, TypeError):  # no file, or none of ours: nothing is known
-        size = None
-    if spread is not None:
-        size = int(spread.lowest(size or NEVER))
-        return size if size < NEVER else None
-    return size
-
-
-def _largest_by_measure(
-    config: RunConfig, spread: "Spread", device: torch.device, sizes: list[int], folder: Path
-) -> tuple[int, str]:
-    """What fits on the tightest process, from the peaks of real passes of 1, 2, 4, ... sequences.
-
-    A pass is made only if it must fit on every process: one that fails on a single process would leave the others
-    waiting inside a collective for ever. The size that is left in doubt is computed from the last two.
-    """
-    reserve = [torch.empty_like(local(p)) for p in spread.names for _ in range(2)]  # the optimizer's two moments
-    free, total = torch.cuda.mem_get_info(device)
-    room = USABLE * (free + torch.cuda.memory_reserved(device))
-    peaks: dict[int, int] = {}
-    kept = 0  # weights, gradients and moments, whatever the size
-    for size in sizes:
-        if peaks and size < 2 * max(peaks):
-            continue
-        if peaks and not spread.lowest(must_fit(peaks, kept, room, size)):
-            break
-        torch.cuda.reset_peak_memory_stats(device)
-        try:
-            for _ in range(2):  # the second time with gradients in place
-                _pass(config, spread, device, size)
-        except torch.OutOfMemoryError as error:
-            if size > 1:
-                remember_too_much(folder, size, spread.mesh.layout)
-            raise OutOfMemory("before the first step", size, str(error).partition("\n")[0]) from None
-        torch.cuda.synchronize(device)
-        peaks[size], kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        for parameter in spread.names:
-            parameter.grad = None
-        torch.cuda.empty_cache()
-    del reserve
-    if spread.pipeline is not None:
-        spread.pipeline.forget_shapes()
-    size = int(spread.lowest(largest_within(peaks, room, sizes)))
-    if size in peaks:
-        how = f"tried before the first step ({peaks[size] / 2**30:.1f} of {total / 2**30:.0f} GiB with optimizer state)"
-    else:
-        how = (
-            f"computed from passes of up to {max(peaks)} tried before the first step (about "
-            f"{_line(peaks)(size) / 2**30:.1f} of {total / 2**30:.0f} GiB with optimizer state)"
-        )
-    return size, f"the largest that fits, {how}"
-
-
-def must_fit(peaks: dict[int, int], kept: int, room: float, size: int) -> bool:
-    """Whether a size cannot exceed the room: what comes beside the kept memory grows at most in proportion."""
-    last = max(peaks)
-    return kept + (peaks[last] - kept) * size / last <= room
-
-
-def largest_within(peaks: dict[int, int], room: float, sizes: list[int]) -> int:
-    """The largest size within the room: of those up to the next doubling, by the line through the last two that were
-    tried; at least the first."""
-    line = _line(peaks)
-    return max([n for n in sizes if n <= 2 * max(peaks) and line(n) <= room], default=sizes[0])
-
-
-def _line(peaks: dict[int, int]) -> Callable[[int], float]:
-    (low, base), (high, top) = sorted(peaks.items())[-2:] if len(peaks) > 1 else 2 * list(peaks.items())
-    slope = max(0.0, (top - base) / (high - low)) if high > low else 0.0
-    return lambda size: top + slope * (size - high)
-
-
-def _pass(config: RunConfig, spread: "Spread", device: torch.device, size: int) -> None:
-    """Forward and backward on sequences of zeros, as many as are in flight at a time. Not compiled, which would take
-    longer than the passes; compiled ones need less memory."""
-    spread.train()
-    count = spread.pipeline.microbatches(1) if spread.pipeline is not None else 1
-    tokens = torch.zeros(count * size, config.max_seq_len, dtype=torch.long, device=device)
-    with torch.compiler.set_stance("force_eager"):
-        if spread.pipeline is not None:
-            spread.pipeline.accumulate(tokens, tokens, count, torch.ones((), device=device))
-            return
-        spread.before_backward(last=True)
-        with autocast(config.precision, device):
-            loss = spread.roots[0](tokens, tokens)
-        loss.backward()
-
-
-def _try_sizes(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, str]:
-    """The largest size that fits, with as little recomputed as leaves room for enough tokens."""
-    enough = min(sizes[-1], -(-ENOUGH_TOKENS // config.max_seq_len))
-    kinds = KINDS if config.activation_checkpointing == "auto" else (config.recompute,)
-    tried = _try_kinds(config, model, device, sizes, enough, kinds)
-    size, peak = tried[model.recompute]
-    if size == 0:
-        advice = "" if model.recompute == "full" else "activation_checkpointing=true, "
+    search = MemorySearch(executor, sizes, limit, estimate)
+    enough = min(sizes[-1], -(-executor.enough_tokens // config.max_seq_len))
+    kind, size = search.run(kinds, enough)
+    if size == 0 and asked == "auto":
+        advice = "" if kind == "full" else "activation_checkpointing=true, "
         raise ConfigError(
             f"not even one sequence fits into the GPU's memory: use {advice}a shorter max_seq_len or a smaller model"
         )
-    largest = f"the largest part of the batch within {GPU_TOKENS} tokens, enough to keep a GPU busy, which fits"
-    why = largest if size == sizes[-1] else "the largest that fits"
-    why += f", tried before the first step ({peak / 2**30:.1f} GiB with optimizer state)"
-    if config.activation_checkpointing == "auto":
-        others = ", ".join(f"{n} with {kind or 'nothing'}" for kind, (n, _) in tried.items() if kind != model.recompute)
-        why += f"; recomputed: {model.recompute or 'nothing'}"
-        why += f", since the largest would be {others}" if others else ""
-    return size, why
+    executor.microbatch = size or sizes[-1]  # a configured size that does not fit is for the first step to halve
+    executor.set_recompute(kind)
+    return "; ".join(filter(None, [why or search.reason(kind, size), search.comparison(kind) if is_auto else ""]))
 
 
-def _try_kinds(
-    config: RunConfig,
-    model: Any,
-    device: torch.device,
-    sizes: list[int],
-    enough: int,
-    kinds: tuple[str | None, ...] = KINDS,
-) -> dict[str | None, tuple[int, int]]:
-    """The largest size that fits and its peak by what is recomputed, until it is enough. The model is left with the
-    best, of equals the one that recomputes least; where nothing fits, with the last."""
-    tried: dict[str | None, tuple[int, int]] = {}
-    for kind in kinds:
-        model.recompute = kind
-        tried[kind] = _largest_that_fits(config, model, device, sizes)
-        if tried[kind][0] >= enough:
-            break
-    if any(size for size, _ in tried.values()):
-        model.recompute = max(tried, key=lambda kind: tried[kind][0])
-    return tried
+def candidate_sizes(config: RunConfig, layout: Layout, too_large: int | None) -> tuple[list[int], str]:
+    """The sizes to choose from, ascending, and why if there is no choice."""
+    asked = config.device_train_microbatch_size
+    batch = -(-config.global_train_batch_size // layout.data)
+    if asked == "auto" and layout.pipeline > 1:  # enough microbatches to keep every stage busy
+        batch = max(1, batch // (2 * layout.pipeline))
+    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+    if too_large is not None:
+        divisors = [n for n in divisors if n <= too_large // 2] or [1]
+    if asked == "auto":
+        return divisors, ""
+    assert isinstance(asked, int)
+    if too_large is not None and asked >= too_large:
+        return divisors[-1:], f"{too_large} did not fit into memory earlier in this run"
+    return [min(asked, batch)], "as configured" if asked <= batch else "all sequences that a rank has"
 
 
-def _largest_that_fits(config: RunConfig, model: Any, device: torch.device, sizes: list[int]) -> tuple[int, int]:
-    """The largest size with which a forward and backward pass fit, and the bytes at their peak; 0 if none does."""
-    # stands for the two moments of the optimizer, which do not exist before the first step
+def candidate_kinds(config: RunConfig, layout: Layout) -> tuple[Kind, ...]:
+    """The kinds of activation checkpointing to choose from, the cheapest first."""
+    if config.activation_checkpointing != "auto":
+        return (config.recompute,)
+    split_backward = layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble"
+    return (None, "full") if split_backward else KINDS  # torch cannot split a selectively recomputed backward pass
+
+
+class MemorySearch:
+    """Measures sizes from below, doubling, for one kind of activation checkpointing after the other.
+
+    An executor that can recover from a failed allocation tries the cheapest kind first, and every size until one fails.
+    Any other must never fail, since other ranks would wait inside a collective. It begins with one sequence and the
+    kind that needs the least memory, and tries only what cannot fail: memory that is not kept between steps grows at
+    most in proportion to the size. Up to the next doubling, it then trusts the line through the last two peaks.
+    """
+
+    def __init__(self, executor: Executor, sizes: list[int], limit: int, estimate: Callable[[Kind, int], float]):
+        self.executor, self.sizes, self.limit, self.estimate = executor, sizes, limit, estimate
+        self.measured: dict[tuple[Kind, int], MemoryUse] = {}
+        self.largest: dict[Kind, int] = {}
+
+    def run(self, kinds: Sequence[Kind], enough: int) -> tuple[Kind, int]:
+        """The cheapest kind whose largest size is enough, or the one with the largest, and that size; 0 if no size
+        fits."""
+        if not self.executor.can_recover_from_oom:
+            self._probe(kinds[-1], 1)
+        for kind in kinds:
+            self.largest[kind] = self._largest(kind)
+            if self.largest[kind] >= enough:
+                return kind, self.largest[kind]
+        best = max(kinds, key=lambda kind: self.largest[kind])  # of equals the cheapest
+        return (best, self.largest[best]) if self.largest[best] else (kinds[-1], 0)
+
+    def _largest(self, kind: Kind) -> int:
+        fits, fails = 0, self.sizes[-1] + 1
+        while candidates := [n for n in self.sizes if fits < n < fails]:
+            size = max([n for n in candidates if n <= 2 * fits], default=candidates[0])
+            may_try = self.executor.can_recover_from_oom or self._bound(kind, size) <= self.limit
+            if (kind, size) in self.measured or (may_try and self._probe(kind, size)):
+                fits = size
+            else:
+                fails = size
+        if self.executor.can_recover_from_oom:
+            return fits
+        return max([n for n in self.sizes if n <= 2 * fits and self._line(kind, n) <= self.limit], default=fits)
+
+    def _probe(self, kind: Kind, size: int) -> bool:
+        self.executor.set_recompute(kind)
+        use = self.executor.probe_memory(size)
+        if use is not None:
+            self.measured[kind, size] = use
+        return use is not None
+
+    def _bound(self, kind: Kind, size: int) -> float:
+        """What the peak of a size cannot exceed, from the nearest one measured; of a kind that was not measured yet,
+        by the estimate of what it adds to one that was."""
+        own = [(n, use) for (k, n), use in self.measured.items() if k == kind]
+        if own:
+            n, use = max(own, key=lambda measured: measured[0])
+            return use.kept + (use.peak - use.kept) * size / n
+        (other, n), use = next(reversed(self.measured.items()))
+        return use.peak + ESTIMATE_MARGIN * max(0.0, self.estimate(kind, size) - self.estimate(other, n))
+
+    def _line(self, kind: Kind, size: int) -> float:
+        """The peak of a size on the line through the last two of at least three that were measured."""
+        points = sorted((n, use.peak) for (k, n), use in self.measured.items() if k == kind)
+        if len(points) < 3:  # that of one sequence is mostly something else
+            return self._bound(kind, size)
+        (low, base), (high, top) = points[-2:]
+        return top + max(0.0, (top - base) / (high - low)) * (size - high)
+
+    def reason(self, kind: Kind, size: int) -> str:
+        cap = f", capped at {GPU_TOKENS:,} tokens" if size == self.sizes[-1] else ""
+        how = "tested" if (kind, size) in self.measured else "computed from smaller ones tested"
+        peak = f"{self._line(kind, size) / 2**30:.1f} GiB with optimizer state"
+        return f"largest divisor of the global batch that fits{cap} ({how} before step 1: {peak})"
+
+    def comparison(self, chosen: Kind) -> str:
+        others = [f"{size} with {kind or 'nothing'}" for kind, size in self.largest.items() if kind != chosen]
+        return f"recomputed: {chosen or 'nothing'}" + (f" (the largest would be {', '.join(others)})" if others else "")
+
+
+@contextmanager
+def recording_oom(folder: Path, executor: Executor, where: str) -> Iterator[None]:
+    """Turn a failed allocation into an error that says what to do, and record the size that did not fit."""
     try:
-        reserve = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-    except torch.OutOfMemoryError:
-        return 0, 0
-    best, peak = 0, 0
-    model.train()
-    for size in reversed(sizes):  # from above: what does not fit fails at once, what fits takes time
-        torch.cuda.reset_peak_memory_stats(device)
-        loss = None
-        try:
-            tokens = torch.zeros(size, config.max_seq_len, dtype=torch.long, device=device)
-            for _ in range(2):  # the second time with gradients in place
-                with autocast(config.precision, device):
-                    loss = model(tokens, tokens)
-                loss.backward()
-            torch.cuda.synchronize(device)
-            best, peak = size, torch.cuda.max_memory_allocated(device)
-            break
-        except torch.OutOfMemoryError:
-            continue
-        finally:
-            loss = None
-            model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-    del reserve
-    return best, peak
+        yield
+    except (RuntimeError, MemoryError, OutOfMemory) as error:  # torch's out-of-memory error is a RuntimeError
+        problem = as_out_of_memory(error, where, executor.microbatch)
+        if problem is None:
+            raise
+        if problem.next_microbatch is not None:
+            record_oom_size(folder, problem.microbatch, executor.layout)
+        raise problem from None
+
+
+def record_oom_size(folder: Path, size: int, layout: Layout) -> None:
+    """Record in the run folder that a size did not fit, for whatever restarts the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / MICROBATCH, json.dumps({"too_much": size, "layout": str(layout)}) + "\n")
+
+
+def read_oom_size(folder: Path, executor: Executor) -> int | None:
+    """The smallest size that is known not to fit, the same on every rank."""
+    try:
+        found = json.loads((folder / MICROBATCH).read_text(encoding="utf-8"))
+        size = int(found["too_much"]) if found["layout"] == str(executor.layout) else 0
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: nothing is known
+        size = 0
+    known = [int(row[0]) for row in executor.all_gather([float(size)]) if row[0]]
+    return min(known, default=None)

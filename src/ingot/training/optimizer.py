@@ -15,19 +15,16 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ingot.config.run import OptimizerConfig
-from ingot.model.gpt import is_matrix
-from ingot.parallel.dtensor import apply_to_full_tensors, is_sharded, local, scale_to_limit
+from ingot.config.training import OptimizerConfig
+from ingot.model.shapes import is_matrix
+from ingot.parallel.dtensor import apply_to_full_tensors, is_sharded, local
 
 STATE = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
 STACK_ELEMENTS = 1 << 27  # of the matrices that Muon processes at a time: a quarter of a GB in bf16
-LABELS = {
-    "adamw": "AdamW",
-    "decoupled_adamw": "DecoupledAdamW",
-    "lion": "DecoupledLionW",
-}  # the names in Composer's dashboards
+# the names in Composer's dashboards
+LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}
 
 
 class ParamGroupOptimizer:
@@ -210,11 +207,3 @@ class Optimizer:
                 elif key not in state:  # the `step` counter
                     state[key] = torch.empty(shape, dtype=dtype, device=parameter.device)
                 yield name, state[key]
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None, scale: Tensor | None = None) -> Tensor:
-    """Divide gradients by `scale` and bring them to a global norm of at most `limit`; gives the norm between the two,
-    on the device."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    return scale_to_limit(gradients, norm, limit, scale)

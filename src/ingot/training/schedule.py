@@ -7,7 +7,7 @@ starts where it ends.
 import math
 
 from ingot.config.durations import BatchClock
-from ingot.config.run import SchedulerConfig
+from ingot.config.training import SchedulerConfig
 
 
 def lr_multiplier(config: SchedulerConfig, clock: BatchClock, batch: int) -> float:

@@ -1,15 +1,13 @@
 """Loaded by Python at start (through PYTHONPATH): does real harm to one rank of a run at one batch.
 
-INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}. The trainer is wrapped from outside, as it is imported;
+INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}. It comes in through `ingot.training.testing.wrap_step`;
 what happens then is a real signal, a real hang, a real NaN.
 """
 
 import ctypes
-import importlib.util
 import json
 import os
 import signal
-import sys
 import time
 
 FAULT = json.loads(os.environ.get("INGOT_TEST_FAULT", "null"))
@@ -35,57 +33,34 @@ def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
     elif kind == "slow":
         time.sleep(FAULT.get("seconds", 0.2))
     elif kind == "desync":
-        trainer.spread.batch_tokens = lambda own: __import__("torch").tensor(1.0)
+        trainer.executor.sum_data = lambda value: value  # a collective that this rank leaves out
     elif kind == "nan":
-        plain = trainer.step.accumulate
+        plain = trainer.executor.accumulate
 
-        def accumulate(batch):  # type: ignore[no-untyped-def]
-            trainer.step.accumulate = plain
-            loss = plain(batch)
-            gradient = next(iter(trainer.names)).grad
+        def accumulate(batch, loss_scale=None):  # type: ignore[no-untyped-def]
+            trainer.executor.accumulate = plain
+            loss = plain(batch, loss_scale)
+            gradient = trainer.executor.parameters[0].tensor.grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(float("nan"))
             return loss
 
-        trainer.step.accumulate = accumulate
+        trainer.executor.accumulate = accumulate
     elif kind == "noise":
         batch.tokens[:] = (batch.tokens * 7919 + 13) % 320
         batch.labels[:] = (batch.labels * 104729 + 7) % 320
     elif kind == "flip":
         import torch
 
-        parameter = next(iter(trainer.names)).detach()
+        parameter = trainer.executor.parameters[0].tensor.detach()
         values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         values.view(torch.int32).view(-1)[0] ^= 1 << 20
 
 
-class Finder:
-    """Wraps the trainer as it is imported."""
-
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "ingot.training.trainer":
-            return None
-        sys.meta_path.remove(self)
-        found = importlib.util.find_spec(name)
-        plain = found.loader.exec_module
-
-        def exec_module(module):  # type: ignore[no-untyped-def]
-            plain(module)
-            wrap(module.Trainer)
-
-        found.loader.exec_module = exec_module
-        return found
-
-
-def wrap(trainer_class: type) -> None:
-    plain = trainer_class._step  # type: ignore[attr-defined]
-
-    def step(self, batch):  # type: ignore[no-untyped-def]
-        at = FAULT["batch"]
-        if self.batch == at or (FAULT["kind"] == "slow" and self.batch >= at):
-            strike(self, FAULT["kind"], batch)
-        return plain(self, batch)
-
-    trainer_class._step = step  # type: ignore[attr-defined]
+def wrapper(trainer, batch, step):  # type: ignore[no-untyped-def]
+    number, at = trainer.progress.batch, FAULT["batch"]
+    if number == at or (FAULT["kind"] == "slow" and number >= at):
+        strike(trainer, FAULT["kind"], batch)
+    return step(batch)
 
 
 def strikes_here() -> bool:
@@ -98,4 +73,6 @@ def strikes_here() -> bool:
 
 
 if strikes_here():
-    sys.meta_path.insert(0, Finder())
+    from ingot.training.testing import wrap_step
+
+    wrap_step(wrapper)

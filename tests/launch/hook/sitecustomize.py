@@ -15,11 +15,12 @@ import sys
 import time
 
 FAULT = json.loads(os.environ.get("INGOT_TEST_NODE", "{}"))
-program = next((name for name in ("worker", "allreduce") if f"ingot.launch.{name}" in sys.orig_argv), "")
+MODULES = {"agent": "ingot.launch.supervisor.node_agent", "probe": "ingot.launch.preflight.allreduce_probe"}
+program = next((name for name, module in MODULES.items() if module in sys.orig_argv), "")
 if not program and "INGOT_FAILURE_FILE" in os.environ:
     program = "rank"
 
-if FAULT and program == "worker":
+if FAULT and program == "agent":
     import ingot.launch.preflight.preflight
 
     ingot.launch.preflight.preflight.REPORT_SECONDS = FAULT["report_seconds"]
@@ -30,14 +31,14 @@ if FAULT and program and socket.gethostname() == FAULT["node"]:
     if kind == "clock":
         plain = time.time
         time.time = lambda: plain() + 30
-    elif kind == "silent" and program == "worker":
+    elif kind == "silent" and program == "agent":
         time.sleep(60)
-    elif kind == "deaf" and program == "allreduce":
+    elif kind == "deaf" and program == "probe":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the others cannot reach it
     elif kind == "nccl" and program == "rank" and os.environ["RANK"] in FAULT["ranks"]:
         with open(os.environ["NCCL_DEBUG_FILE"], "w") as log:
             log.write("n2:7:7 [0] NCCL INFO NET/IB : No device found.\nn2:7:7 [0] NCCL INFO Using network Socket\n")
-    elif kind == "port" and program == "worker" and os.environ["INGOT_JOB_ATTEMPT"].endswith((".1", "doctor")):
+    elif kind == "port" and program == "agent" and os.environ["INGOT_JOB_ATTEMPT"].endswith((".1", "doctor")):
         taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
 
 HOLD = os.environ.get("INGOT_TEST_HOLD")

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ingot.checkpoint.hf.config import CLASS_OF_TYPE, from_hf_config, to_hf_config
 from ingot.checkpoint.hf.weights import PREFIX, from_hf, hf_names, to_hf
-from ingot.checkpoint.manifest import sync
 from ingot.checkpoint.safetensors_file import open_safetensors
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, disk_error
-from ingot.model.gpt import parameter_shapes
+from ingot.model.shapes import parameter_shapes
+from ingot.storage.atomic import sync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,12 +9,12 @@ import yaml
 
 from ingot.checkpoint.hf.folder import TensorReader, export_hf, read_hf
 from ingot.checkpoint.load import open_weights
-from ingot.checkpoint.manifest import write_atomically
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.config.model import ModelConfig
 from ingot.config.names import plain_name_from
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, disk_error
+from ingot.storage.atomic import write_whole
 from ingot.version import __version__
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,7 +45,7 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
         if tokenizer := tokenizer_folder(folder):
             load_tokenizer(tokenizer).save(out / "tokenizer")
         header = f"# Imported from {folder.name}. To train on: ingot train {out}/config.yaml data=... load_path={out}\n"
-        write_atomically(out / "config.yaml", header + yaml.safe_dump(values, sort_keys=False))
+        write_whole(out / "config.yaml", header + yaml.safe_dump(values, sort_keys=False))
     except OSError as error:
         raise disk_error("write", out, error) from None
     return values

@@ -1,73 +1,35 @@
 """`ingot launch slurm prepare`: its own options are those of the cluster; all others are `ingot prepare`'s."""
 
 import re
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from ingot.cli.launch.slurm import (
-    FIELDS,
-    Account,
-    Constraint,
-    Cpus,
-    DryRun,
-    Env,
-    Exclude,
-    Image,
-    Mounts,
-    Name,
-    Nodes,
-    Partition,
-    Preflight,
-    ProfileName,
-    Qos,
-    Reservation,
-    Secret,
-    SignalSeconds,
-    Stage,
-    Time,
-    common_options,
-    hand_over,
-)
-from ingot.cli.prepare import PrepareCommand, check_options, prepare
+from ingot.cli.launch.common import SLURM_PREPARE, DryRun, load_spec, print_notes
+from ingot.cli.launch.slurm import submit
+from ingot.cli.options import OptionCommand, options_from
+from ingot.cli.prepare import read_arguments
 
 
-@cache
-def command() -> Any:
-    """The command, whose rest is not looked at until it has run."""
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(slurm_prepare)
-    return typer.main.get_command(app)
+class ForwardingCommand(OptionCommand):
+    """Passes options that it does not know on as arguments."""
+
+    ignore_unknown_options = True
 
 
+@options_from(load_spec, fields=SLURM_PREPARE, cls=ForwardingCommand)
 def slurm_prepare(
-    context: typer.Context,
-    nodes: Nodes = None,
-    cpus_per_task: Cpus = None,
-    image: Image = None,
-    stage: Stage = None,
-    mounts: Mounts = None,
-    profile: ProfileName = None,
-    name: Name = None,
-    time: Time = None,
-    partition: Partition = None,
-    account: Account = None,
-    qos: Qos = None,
-    constraint: Constraint = None,
-    exclude: Exclude = None,
-    reservation: Reservation = None,
-    signal_seconds: SignalSeconds = None,
-    preflight: Preflight = None,
-    env: Env = None,
-    secret: Secret = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="PREPARE_OPTIONS...", help="See `ingot prepare`.")
+    ] = None,
     dry_run: DryRun = False,
+    **options: Any,
 ) -> None:
-    """Divide a preparation over NODES jobs of a Slurm array; a last job, once all are done, puts it together.
+    """Divide a preparation over NODES jobs of a Slurm array; one more job then assembles the result.
 
-    All other options are those of `ingot prepare`, and so is the result, to the byte. A job that was killed goes on
-    where it was when the same command is given again.
+    All other options are those of `ingot prepare`, and the result is the same, to the byte. After a killed job, the
+    same command continues where it stopped.
 
     Example: ingot launch slurm prepare --path '/fsx/c4/*.json.gz' --out_root /fsx/c4-tokens
     --tokenizer EleutherAI/gpt-neox-20b -N 16 -p cpu --time 4:00:00
@@ -75,19 +37,16 @@ def slurm_prepare(
     from ingot.data.prepare.input_files import find_files
     from ingot.launch.build_spec import place_preparation
 
-    given = {key: value for key, value in locals().items() if key in FIELDS}
-    app = typer.Typer(add_completion=False)
-    app.command(cls=PrepareCommand)(prepare)
-    parsed = typer.main.get_command(app).make_context("prepare", list(context.args)).params
-    splits = check_options(parsed)
+    arguments = arguments or []
+    request = read_arguments(arguments)
+    first, dataset = request.splits[0], request.peer.dataset
     skipped: list[str] = []
-    if parsed["path"]:
-        find_files(parsed["path"], skipped.append)  # what is not there should be said here, not in a job
-    prefix = parsed["output_prefix"]
-    folder = Path(prefix).parent if prefix else Path(parsed["out_root"])
-    label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else "-".join(splits))
-    spec, notes = place_preparation(list(context.args), folder, label, common_options({"mounts": None, **given}))
-    notes += skipped
-    if parsed["dataset"]:
-        notes.append(f"each job reads all of {parsed['dataset']} from the hub, and tokenizes its share of it")
-    hand_over(spec, notes, dry_run)
+    if not dataset:
+        find_files(first.input, skipped.append)  # report missing files here, not in a job
+    prefix, splits = first.output_prefix, "-".join(split.split for split in request.splits)
+    label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else splits)
+    spec, notes = place_preparation(arguments, first.folder, label, options)
+    if dataset:
+        notes.append(f"each job reads all of {dataset} from the hub and tokenizes its share")
+    print_notes([*notes, *skipped])
+    submit(spec, dry_run)

@@ -1,1 +1,1 @@
-"""Readers and writers of MDS shards and Megatron's .bin/.idx pairs."""
+"""Readers and writers for MDS shards and Megatron's .bin/.idx pairs."""

@@ -1,10 +1,10 @@
-"""Reading Megatron's and NeoX's indexed format: PREFIX.bin holds token ids back to back, PREFIX.idx where they begin.
+"""Reads the indexed format of Megatron and NeoX: PREFIX.bin is all token ids, PREFIX.idx describes them.
 
     "MMIDIDX\\0\\0" | uint64 version 1 | uint8 dtype | uint64 S | uint64 D
-    int32 length[S], in tokens | int64 pointer[S], in bytes | int64 document[D], the first sequence of each, and S
+    int32 length[S], in tokens | int64 pointer[S], in bytes | int64 document[D], the first sequence of each, then S
 
-Megatron builds document, sample and shuffle indices over it, gigabytes for a large corpus. Here the .bin is what it is,
-one long array, and of the .idx only document boundaries are ever needed, found by bisection in the memory map.
+Megatron builds document, sample and shuffle indices over it: gigabytes for a large corpus. Here the .bin is one long
+array, and the .idx is only checked and asked where a sequence starts.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes, unpadded
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floats
 CHUNK = 1 << 20  # entries checked at a time
-CHECKED_CHUNKS = 8  # of more than that, as a terabyte of text has, the first and last: a start must stay quick
+CHECKED_CHUNKS = 8  # of a larger file (a terabyte of text), only the first and last chunks, so that opening stays fast
 
 
 class IndexFile:
@@ -37,35 +37,36 @@ class IndexFile:
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from None
         if len(head) < HEADER.size or head[:9] != MAGIC:
-            raise DataError(f"{path} does not begin with the magic of a Megatron index; is it another kind of file?")
+            raise DataError(f"{path} does not start like a Megatron index; is it another kind of file?")
         _, version, code, sequences, documents = HEADER.unpack(head)
         if version != 1:
-            raise DataError(f"{path} has version {version}; only version 1 is known")
+            raise DataError(f"{path} has version {version}; only version 1 is supported")
         if code not in DTYPES:
             known = ", ".join(f"{c} {name}" for c, name in DTYPES.items())
-            raise DataError(f"{path} has dtype code {code}, which no token type has (known: {known})")
+            raise DataError(f"{path} has the unknown dtype code {code} (known: {known})")
         expected = HEADER.size + 12 * sequences + 8 * documents
-        if size not in (expected, expected + sequences):  # the latter with a mode per sequence (multimodal)
+        if size not in (expected, expected + sequences):  # multimodal files add one byte per sequence
             raise DataError(
-                f"{path} has {size:,} bytes where {sequences:,} sequences and {documents:,} document entries need "
+                f"{path} has {size:,} bytes, but {sequences:,} sequences and {documents:,} document entries need "
                 f"{expected:,}; copy or prepare it again"
             )
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-        self._map = map_file(path, size)  # unaligned arrays below: indexing copies, so never pass them whole to numpy
+        # The arrays below are unaligned: index only slices of them, since numpy copies.
+        self._map = map_file(path, size)
         self.lengths = np.frombuffer(self._map, "<i4", sequences, HEADER.size)
         self.pointers = np.frombuffer(self._map, "<i8", sequences, HEADER.size + 4 * sequences)
         self.documents = np.frombuffer(self._map, "<i8", documents, HEADER.size + 12 * sequences)
         self.tokens = self._check()
 
     def _check(self) -> int:
-        """Sequences must lie back to back and documents in order; returns the number of tokens."""
+        """Check that sequences are back to back and documents in order; returns the number of tokens."""
         sequences, width = len(self.lengths), self.dtype.itemsize
         if len(self.documents) == 0 or self.documents[0] != 0 or self.documents[-1] != sequences:
             raise DataError(f"{self.path} has document entries that do not cover its sequences; prepare it again")
         if sequences == 0:
             return 0
         if self.pointers[0] != 0:
-            raise DataError(f"{self.path} has pointers that do not begin at 0; copy or prepare it again")
+            raise DataError(f"{self.path} has pointers that do not start at 0; copy or prepare it again")
         for i in _chunks(sequences):
             lengths = self.lengths[i : i + CHUNK].astype(np.int64)
             if (lengths < 0).any():
@@ -79,27 +80,12 @@ class IndexFile:
         return int(self.pointers[-1]) // width + int(self.lengths[-1])
 
     def digest(self) -> str:
-        """A hash of the beginning and the end, enough to tell one corpus from another."""
+        """A hash of both ends of the file, enough to tell one corpus from another."""
         return hashlib.sha256(self._map[:65_536] + self._map[-65_536:]).hexdigest()
 
-    def starts_between(self, first: int, last: int) -> np.ndarray:
-        """Where documents begin among the tokens [first, last), ascending; empty documents begin with the next."""
-        lo, hi = self._document_at(first), self._document_at(last)
-        sequences = self.documents[lo:hi]
-        sequences = sequences[sequences < len(self.pointers)]
-        return np.unique(self.pointers[sequences] // self.dtype.itemsize)
-
     def token_at(self, sequence: int) -> int:
-        """Where a sequence begins; the one after the last, where the tokens end."""
+        """The position of a sequence's first token; one past the last sequence, the number of tokens."""
         return int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self.pointers) else self.tokens
-
-    def _document_at(self, token: int) -> int:
-        """The first document that begins at or after a token."""
-        lo, hi = 0, len(self.documents) - 1  # the last entry is the end, not a document
-        while lo < hi:
-            middle = (lo + hi) // 2
-            lo, hi = (middle + 1, hi) if self.token_at(int(self.documents[middle])) < token else (lo, middle)
-        return lo
 
 
 def _chunks(entries: int) -> list[int]:
@@ -109,12 +95,12 @@ def _chunks(entries: int) -> list[int]:
 
 
 def split_edges(split: str, sequences: int, rule: str) -> list[int]:
-    """Where training, validation and test begin among the sequences of a file, and where the last ends: [4].
+    """The sequences at which training, validation and test data start, and where the last ends: [4].
 
-    Megatron rounds each edge. GPT-NeoX rounds the size of each part, and takes what is then too much off every edge.
+    Megatron rounds each edge. GPT-NeoX rounds the size of each part, then subtracts the excess from every edge.
     """
     numbers = [float(number) for number in re.findall(r"[.0-9]+", split)]
-    *_, total = accumulate(numbers)  # one after the other: `sum` is more exact, and so not the same
+    *_, total = accumulate(numbers)  # accumulated as they do: `sum` rounds differently
     shares = [number / total for number in [*numbers, 0.0, 0.0][:3]]
     if rule == "megatron":
         return [0, *(round(edge * sequences) for edge in accumulate(shares))]
@@ -123,12 +109,12 @@ def split_edges(split: str, sequences: int, rule: str) -> list[int]:
 
 
 class FlatShard:
-    """Tokens that lie back to back in a file."""
+    """A file of tokens back to back."""
 
     def __init__(self, path: Path, dtype: np.dtype, tokens: int):
         self.path, self.tokens, self.dtype = path, tokens, dtype
         self._tokens = np.frombuffer(map_file(path, tokens * dtype.itemsize), dtype)
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into all of `out`."""
+        """Fill `out` with the tokens from `start` on."""
         out[:] = self._tokens[start : start + len(out)]

@@ -1,7 +1,6 @@
-"""Megatron's `.bin/.idx` pair, byte for byte, in bounded memory.
+"""Writes Megatron's `.bin/.idx` pair, byte for byte, in bounded memory (`indexed_reader` describes the format).
 
-The format stands in `indexed`. Megatron keeps all lengths in Python lists; here they stand in one file per piece and
-are streamed three times.
+Megatron keeps all lengths in Python lists; here each input piece has a file of them, which is streamed three times.
 """
 
 import os
@@ -18,14 +17,14 @@ DTYPE_CODES = {name: code for code, name in DTYPES.items()}
 
 
 def default_dtype(vocab_size: int) -> str:
-    """Megatron's and NeoX's choice; they keep the last few values of uint16 free."""
+    """The choice of Megatron and NeoX, which keep the last few values of uint16 free."""
     return "uint16" if vocab_size < 65500 else "int32"
 
 
 def write_idx(path: Path, dtype: np.dtype, length_files: Sequence[Path]) -> None:
     """Write an `.idx` from files of document lengths (int32, 0 for an empty document)."""
     if dtype.name not in DTYPE_CODES:
-        raise DataError(f"token_type={dtype.name}: the indexed format knows {', '.join(DTYPE_CODES)}")
+        raise DataError(f"token_type={dtype.name} does not exist in the indexed format; use {', '.join(DTYPE_CODES)}")
     documents = sequences = 0
     for lengths in _lengths(length_files):
         documents += len(lengths)
@@ -48,7 +47,7 @@ def write_idx(path: Path, dtype: np.dtype, length_files: Sequence[Path]) -> None
 
 
 def copy_into(target: Path, offset: int, source: Path) -> None:
-    """Copy a whole file into its place in a larger one, inside the kernel where it can."""
+    """Copy a file to an offset of a larger one, within the operating system's kernel where possible."""
     try:
         out = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -57,7 +56,7 @@ def copy_into(target: Path, offset: int, source: Path) -> None:
                 while left:
                     done = os.copy_file_range(file.fileno(), out, left, None, offset)
                     if not done:
-                        raise DataError(f"{source}: became shorter while it was read")
+                        raise DataError(f"{source} became shorter while it was read; run the command again")
                     offset, left = offset + done, left - done
                 begin_to_store(out, offset - size, size)
         finally:

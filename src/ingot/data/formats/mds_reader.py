@@ -1,10 +1,10 @@
-"""Reading MDS, the shard format of MosaicML Streaming: `index.json` and `shard.00000.mds` files.
+"""Reads MDS, the shard format of MosaicML Streaming: `index.json` and `shard.00000.mds` files.
 
-    uint32 n | uint32 offset[n+1] | JSON | sample 0 ... sample n-1          little endian, offsets from the file's start
+    uint32 n | uint32 offset[n+1] | JSON | sample 0 ... sample n-1     little endian, offsets from the start of the file
     sample = uint32 length of each variable-size column, then the data of all columns in the same order
 
-Streaming opens the file for every sample and decodes it in Python. Here a shard is one memory map: where all samples
-have one length, as after packing, it is seen as a strided matrix [samples, length], and reading is slicing.
+Streaming opens the file for every sample and decodes it in Python. Here a shard is one memory map. Where all samples
+have the same length, as after packing, it is viewed as a strided matrix [samples, length], and reading is slicing.
 """
 
 import json
@@ -29,7 +29,7 @@ INTEGERS = frozenset(DTYPE_OF_CODE.values())
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """A file of a shard, as the index describes it."""
+    """One file of a shard, as the index describes it."""
 
     basename: str
     bytes: int
@@ -38,24 +38,24 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True)
 class MdsShardInfo:
-    """What the index says of one shard."""
+    """What the index says about one shard."""
 
     raw: ShardFile
-    packed: ShardFile | None  # the same bytes compressed
+    packed: ShardFile | None  # its compressed form
     compression: str | None  # zstd, gz, bz2, without its level
     samples: int
     encoding: str  # of the tokens column
     sizes: tuple[int | None, ...]  # bytes of each column, None where it varies
-    column: int  # which of them holds the tokens
-    header: int  # bytes before the first sample, as Streaming's writer has it
+    column: int  # index of the tokens column
+    header: int  # bytes before the first sample, as Streaming's writer lays them out
 
 
 def read_index(path: Path) -> list[MdsShardInfo]:
-    """The shards that an index.json names, checked for what a hostile or damaged one could contain."""
+    """The shards in an index.json, which may be damaged or hostile."""
     try:
         index = json.loads(path.read_bytes())
         if index["version"] != 2:
-            raise DataError(f"{path} has version {index['version']}; only version 2 of MDS is known")
+            raise DataError(f"{path} has version {index['version']}; only version 2 of MDS is supported")
         return [_shard_info(entry, path) for entry in index["shards"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
@@ -66,13 +66,13 @@ def read_index(path: Path) -> list[MdsShardInfo]:
 
 def _shard_info(entry: dict[str, Any], path: Path) -> MdsShardInfo:
     if entry["format"] != "mds":
-        raise DataError(f"{path} describes shards of format '{entry['format']}'; only mds is read")
+        raise DataError(f"{path} describes shards of format '{entry['format']}'; only mds is supported")
     names, encodings = entry["column_names"], entry["column_encodings"]
     if "pkl" in encodings:
-        raise DataError(f"{path} has a pickled column, which could run code when read; write it with another encoding")
+        raise DataError(f"{path} has a pickled column, which could run code when read; use another encoding")
     if COLUMN not in names:
         raise DataError(
-            f"{path} has no column '{COLUMN}' but {', '.join(names)}; turn text into tokens by preparing it"
+            f"{path} has the columns {', '.join(names)} but no column '{COLUMN}'; tokenize text with `ingot prepare`"
         )
     column = names.index(COLUMN)
     packed = _shard_file(entry["zip_data"], path) if entry.get("zip_data") else None
@@ -91,13 +91,13 @@ def _shard_file(entry: dict[str, Any], path: Path) -> ShardFile:
     name = entry["basename"]
     parts = PurePosixPath(name).parts
     if not parts or parts[0] in ("/", "//", ".ingot") or ".." in parts or set(name) & {"\\", "\0"}:
-        raise DataError(f"{path} names the shard '{name}', which lies outside its own folder; do not trust this data")
+        raise DataError(f"{path} names the shard '{name}', which is outside its own folder; do not trust this data")
     return ShardFile(name, int(entry["bytes"]), {str(k): str(v) for k, v in (entry.get("hashes") or {}).items()})
 
 
 def tokens_by_index(infos: list[MdsShardInfo], raw_type: str) -> list[int] | None:
-    """Tokens in each shard by the index alone, without reading any: exact where the column has a fixed size, and
-    otherwise a deduction from the sizes, if all samples seem to have one length. None: only reading will tell."""
+    """Tokens in each shard from the index alone: exact where the column has a fixed size, else deduced from the shard
+    sizes if all samples seem to have the same length. None if only the shards tell."""
     lengths = [_sample_length(info, raw_type) for info in infos if info.samples]
     if None in lengths or len(set(lengths[:-1])) > 1:
         return None
@@ -105,7 +105,7 @@ def tokens_by_index(infos: list[MdsShardInfo], raw_type: str) -> list[int] | Non
 
 
 def token_dtype(infos: list[MdsShardInfo], raw_type: str) -> np.dtype:
-    """The type of the tokens in all shards; int64 if they differ, or only the shards tell."""
+    """The token type of all shards; int64 if they differ or only the shards tell."""
     encodings = {info.encoding for info in infos}
     if len(encodings) != 1 or encodings == {"ndarray"}:
         return np.dtype(np.int64)
@@ -130,7 +130,7 @@ def _sample_length(info: MdsShardInfo, raw_type: str) -> int | None:
 
 
 class MdsShard:
-    """The tokens of one shard, over one memory map."""
+    """The tokens of one memory-mapped shard."""
 
     def __init__(self, path: Path, info: MdsShardInfo, raw_type: str = "int64"):
         n = info.samples
@@ -139,15 +139,15 @@ class MdsShard:
         self._map = map_file(path, info.raw.bytes)
         data = np.frombuffer(self._map, np.uint8)
         if len(data) < header or int(data[:4].view("<u4")[0]) != n:
-            raise DataError(f"{path} does not begin as an MDS shard of {n} samples; prepare or copy the data again")
+            raise DataError(f"{path} does not start like an MDS shard of {n} samples; prepare or copy the data again")
         offsets = data[4:header].view("<u4").astype(np.int64)  # [n+1]
         if n == 0:
             self.tokens = 0
             return
         if offsets[0] < header or offsets[-1] != len(data) or (np.diff(offsets) < 0).any():
-            raise DataError(f"{path} has sample offsets that do not fit its size; prepare or copy the data again")
+            raise DataError(f"{path} has sample offsets that do not match its size; prepare or copy the data again")
         stride = int(offsets[1] - offsets[0])
-        # Of equally long samples only the first is decoded here: looking at each would read the whole shard from disk.
+        # Of equally long samples only the first is decoded: decoding all would read the whole shard from disk.
         self._uniform = len(info.sizes) == 1 and bool((np.diff(offsets) == stride).all())
         known = 1 if self._uniform else n
         self.dtype, starts, self._lengths = _locate(data, offsets[: known + 1], info, raw_type, path)
@@ -163,7 +163,7 @@ class MdsShard:
             self.tokens = int(self._ends[-1])
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into all of `out`."""
+        """Fill `out` with the tokens from `start` on."""
         if self._uniform:
             self._read_rows(start, out)
         else:
@@ -175,9 +175,7 @@ class MdsShard:
         while done < wanted:
             at = self._first_row + row * self._stride
             if self._map[at : at + len(head)] != head:
-                raise DataError(
-                    f"{self.path}: sample {row} is not encoded as the samples before it; the shard is damaged"
-                )
+                raise DataError(f"{self.path}: sample {row} is encoded unlike the first one; the shard is damaged")
             end = min(done + self.length - column, wanted)
             out[done:end] = self._rows[row, column : column + end - done]
             done, row, column = end, row + 1, 0
@@ -194,12 +192,12 @@ class MdsShard:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """A read-only memory map of a file that must have this many bytes."""
+    """A read-only memory map of a file that must have `size` bytes."""
     try:
         with path.open("rb") as file:
             found = path.stat().st_size
             if found != size:
-                raise DataError(f"{path} has {found:,} bytes where its index says {size:,}; copy or prepare it again")
+                raise DataError(f"{path} has {found:,} bytes, but its index says {size:,}; copy or prepare it again")
             if size == 0:
                 raise DataError(f"{path} is empty; copy or prepare the data again")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -210,7 +208,7 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 def _locate(
     data: np.ndarray, offsets: np.ndarray, info: MdsShardInfo, raw_type: str, path: Path
 ) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Type, first byte [k] and number [k] of the tokens of each sample between `offsets` [k+1]."""
+    """The token type, and for each of the k samples between `offsets` [k+1] its first token's byte and token count."""
     begin, end = offsets[:-1], offsets[1:]
     variable = [i for i, size in enumerate(info.sizes) if size is None]
     if (end - begin < 4 * len(variable)).any():
@@ -224,21 +222,21 @@ def _locate(
     name, _, rest = info.encoding.partition(":")
     stop = start + length
     if (stop > end).any():
-        raise DataError(f"{path} has a tokens column that reaches beyond its sample; the shard is damaged")
+        raise DataError(f"{path} has a tokens column that extends beyond its sample; the shard is damaged")
     if name == "ndarray" and ":" not in rest:
         start, dtype = _skip_array_head(data, start, stop, rest, path)
     else:
         dtype = _static_dtype(info.encoding, raw_type, str(path))
     counts, odd = np.divmod(stop - start, dtype.itemsize)
     if odd.any():
-        raise DataError(f"{path} has a tokens column of {stop[0] - start[0]} bytes, no multiple of {dtype.name}")
+        raise DataError(f"{path} has a tokens column of {stop[0] - start[0]} bytes, not a multiple of {dtype.name}")
     return dtype, start, counts
 
 
 def _skip_array_head(
     data: np.ndarray, start: np.ndarray, stop: np.ndarray, static: str, path: Path
 ) -> tuple[np.ndarray, np.dtype]:
-    """Behind the head of an array whose type or shape is stored with it: [code] (ndim << 2 | k) dims."""
+    """Skip the header of an array that stores its type or shape: [code] (ndim << 2 | k) dims."""
     if (stop - start < 2 + (not static)).any():
         raise DataError(f"{path} has an empty tokens column; the shard is damaged")
     if static:
@@ -246,25 +244,25 @@ def _skip_array_head(
     else:
         codes = np.unique(data[start])
         if len(codes) > 1:
-            raise DataError(f"{path} mixes token types in one shard, which no writer does; the shard is damaged")
+            raise DataError(f"{path} mixes token types in one shard; the shard is damaged")
         dtype = _integer(DTYPE_OF_CODE.get(int(codes[0]), f"code {codes[0]}"), str(path))
         start = start + 1
     shape = data[start].astype(np.int64)
     dims, width = shape >> 2, 1 << (shape & 3)
     head = 1 + dims * width
     if (dims != 1).any() or (start + head > stop).any():
-        raise DataError(f"{path} has tokens in {dims.max()} dimensions; only flat arrays of tokens are read")
+        raise DataError(f"{path} has tokens in {dims.max()} dimensions; only one-dimensional arrays are supported")
     said = np.zeros_like(start)
     for w in np.unique(width).tolist():
         here = width == w
         said[here] = _unsigned(data, start[here] + 1, w)
     if (said * dtype.itemsize != stop - start - head).any():
-        raise DataError(f"{path} has a tokens column whose length is not the one it states; the shard is damaged")
+        raise DataError(f"{path} has a tokens column that contradicts its own length; the shard is damaged")
     return start + head, dtype
 
 
 def _unsigned(data: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
-    """The little-endian unsigned integers of `width` bytes at unaligned places, int64."""
+    """The little-endian unsigned integers of `width` bytes at unaligned positions, as int64."""
     return data[at[:, None] + np.arange(width)].copy().view(f"<u{width}")[:, 0].astype(np.int64)
 
 
@@ -280,5 +278,5 @@ def _static_dtype(encoding: str, raw_type: str, where: str) -> np.dtype:
 def _integer(name: str, where: str) -> np.dtype:
     name = "int64" if name == "int" else name
     if name not in INTEGERS:
-        raise DataError(f"{where} stores tokens as '{name}'; integers are needed ({', '.join(sorted(INTEGERS))})")
+        raise DataError(f"{where} stores tokens as '{name}', not as integers ({', '.join(sorted(INTEGERS))})")
     return np.dtype(name).newbyteorder("<")

@@ -1,7 +1,6 @@
-"""MDS, the shard format of MosaicML's Streaming, byte for byte.
+"""Writes MDS, the shard format of MosaicML Streaming, byte for byte (`mds_reader` describes the format).
 
-The format stands in `mds`. Streaming writes samples one by one; a shard of equal token samples is a matrix, so here it
-is filled by a few numpy assignments.
+Streaming writes one sample at a time; here a shard of equally long samples is a matrix, filled by numpy assignments.
 """
 
 import json
@@ -20,7 +19,7 @@ HASH = "xxh3_64"
 
 
 def shard_config(encoding: str, compression: str | None, size_limit: int = SIZE_LIMIT) -> dict[str, Any]:
-    """What stands inside a shard and in its index entry: one column, text (`str`) or tokens (`ndarray:DTYPE`)."""
+    """The header of a shard and of its index entry: one column, of text (`str`) or tokens (`ndarray:DTYPE`)."""
     return {
         "column_names": ["text" if encoding == "str" else "tokens"],
         "column_encodings": [encoding],
@@ -34,12 +33,12 @@ def shard_config(encoding: str, compression: str | None, size_limit: int = SIZE_
 
 
 def header_bytes(config: dict[str, Any]) -> int:
-    """Bytes that a shard needs besides its samples and their offsets (4 bytes each)."""
+    """Bytes of a shard apart from its samples and their offsets (4 bytes each)."""
     return len(shard_begin(np.zeros(0, dtype=np.int64), config))
 
 
 def shard_begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
-    """Everything before the samples, whose sizes in bytes are given, [samples]."""
+    """Everything before the samples, given their sizes in bytes [samples]."""
     text = json.dumps(config, sort_keys=True).encode()
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -48,7 +47,7 @@ def shard_begin(sizes: np.ndarray, config: dict[str, Any]) -> bytes:
 
 
 def rows_body(rows: np.ndarray) -> bytes:
-    """Equally long token samples as they stand in a shard, rows: [samples, tokens]."""
+    """Equally long token samples as a shard stores them; rows is [samples, tokens]."""
     head = row_head(rows.shape[1], rows.itemsize)
     body = np.empty((len(rows), len(head) + rows.shape[1] * rows.itemsize), dtype=np.uint8)  # [samples, bytes]
     body[:, : len(head)] = np.frombuffer(head, dtype=np.uint8)
@@ -57,23 +56,23 @@ def rows_body(rows: np.ndarray) -> bytes:
 
 
 def values_body(values: Sequence[bytes | memoryview]) -> bytes:
-    """Values of any size as they stand in a shard."""
+    """Values of any size as a shard stores them."""
     return b"".join(part for value in values for part in (len(value).to_bytes(4, "little"), value))
 
 
 def row_head(length: int, itemsize: int) -> bytes:
-    """What stands before the tokens of a sample: its size, and the head of its array."""
+    """The bytes before the tokens of a sample: its size and its array header."""
     head = _array_head(length)
     return (len(head) + length * itemsize).to_bytes(4, "little") + head
 
 
 def token_value(tokens: np.ndarray) -> bytes:
-    """One token array as a value of its column."""
+    """A token array as a value of its column."""
     return _array_head(len(tokens)) + tokens.tobytes()
 
 
 def _array_head(length: int) -> bytes:
-    """What stands before the values of a 1-d array of a static dtype and a dynamic shape."""
+    """The header of a 1-d array with a static dtype and a dynamic shape."""
     code = next(k for k in range(4) if length < 1 << (8 << k))
     return bytes([1 << 2 | code]) + length.to_bytes(1 << code, "little")
 
@@ -81,8 +80,7 @@ def _array_head(length: int) -> bytes:
 def write_shard(
     folder: Path, number: int, chunks: Iterable[bytes], size: int, samples: int, config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write a shard of `size` bytes, which need never be whole in memory, compressed if so configured; returns its
-    entry for index.json."""
+    """Write a shard of `size` bytes chunk by chunk, compressed if `config` says so; returns its index.json entry."""
     raw_name = f"shard.{number:05}.mds"
     raw_hash, zip_hash = xxhash.xxh3_64(), xxhash.xxh3_64()
     packer = None
@@ -111,6 +109,6 @@ def write_shard(
 
 
 def write_index(folder: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write index.json, which makes a folder of shards a data set."""
+    """Write index.json, which makes a folder of shards a dataset."""
     index = {"version": 2, "shards": list(entries)}
     write_whole(folder / "index.json", json.dumps(index, sort_keys=True).encode())

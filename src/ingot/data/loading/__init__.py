@@ -1,1 +1,1 @@
-"""Shards to batches: order, mixture, cache."""
+"""From shards to batches: sample order, mixtures, the shard cache."""

@@ -1,8 +1,9 @@
-"""Batches ahead of use.
+"""Prepares batches ahead of use.
 
-Global batch b is positions b*G to (b+1)*G of the order; a rank takes its own part of each. So the same samples stand
-in the same global batch for any number of ranks, and starting at batch b is arithmetic, not replay. One thread that
-gathers from memory maps outruns any GPU; worker processes, the usual way, spend more on their pipes than they gain.
+Global batch b is positions b*G to (b+1)*G of the order, and a rank takes its own part of each. The same samples are in
+the same global batch for any number of ranks, and starting at batch b is arithmetic, not replay. One thread gathering
+from memory maps is faster than any GPU consumes; worker processes, the usual way, lose more in their pipes than they
+gain.
 """
 
 import threading
@@ -14,8 +15,8 @@ import numpy as np
 
 from ingot.data.loading.token_dataset import Dataset
 
-ORDER_CHUNK = 4096  # positions computed at a time: the order is numpy, cheap by the thousand
-JOIN_SECONDS = 5  # a thread that is stuck in a download must not hold an exit
+ORDER_CHUNK = 4096  # positions computed at a time: numpy is cheap by the thousand
+JOIN_SECONDS = 5  # a thread stuck in a download must not block the exit
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Batch:
 
     tokens: np.ndarray  # int64 [n, S]
     labels: np.ndarray  # int64 [n, S]
-    samples: np.ndarray  # int64 [n], sample ids
+    samples: np.ndarray  # sample ids, int64 [n]
 
 
 class BatchLoader:
-    """Endless batches over the epochs of a data set."""
+    """Endless batches over the epochs of a dataset."""
 
     def __init__(
         self,
@@ -48,17 +49,17 @@ class BatchLoader:
         self._part = np.arange(low, high, dtype=np.int64)
 
     def batches(self, start: int = 0) -> Generator[Batch, None, None]:
-        """Global batches `start`, `start + 1`, ..., prepared by a thread that ends when the iterator does."""
-        # Two queues, since those are written in C: a condition variable costs as much as gathering a small batch.
+        """Global batches `start`, `start + 1`, ..., prepared by a thread that ends with the iterator."""
+        # Two queues, which are written in C: a condition variable would cost as much as gathering a small batch.
         ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
-        room: SimpleQueue[None] = SimpleQueue()
+        free_slots: SimpleQueue[None] = SimpleQueue()
         closed = threading.Event()
 
         def prepare() -> None:
             try:
                 source = self._prepare(start)
                 while True:
-                    room.get()
+                    free_slots.get()
                     if closed.is_set():
                         return
                     ready.put(next(source))
@@ -66,21 +67,21 @@ class BatchLoader:
                 ready.put(error)
 
         for _ in range(self.prefetch):
-            room.put(None)
+            free_slots.put(None)
         thread = threading.Thread(target=prepare, name="ingot-loader", daemon=True)
         thread.start()
         try:
             while not isinstance(batch := ready.get(), BaseException):
-                room.put(None)
+                free_slots.put(None)
                 yield batch
             raise batch
         finally:
             closed.set()
-            room.put(None)
+            free_slots.put(None)
             thread.join(JOIN_SECONDS)
 
     def ids(self, start: int, count: int) -> np.ndarray:
-        """The sample ids of this rank's part of `count` global batches from `start` on: [count, n]."""
+        """Sample ids of this rank's part of the `count` global batches from `start` on: [count, n]."""
         first = np.arange(start, start + count, dtype=np.int64)[:, None] * self.batch_samples
         return self.order.take(first + self._part)
 

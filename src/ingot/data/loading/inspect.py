@@ -1,30 +1,68 @@
-"""What is in a data set: counts, sizes, hashes, the tokenizer, some samples, and whether a loader can read it.
+"""Describes a dataset: counts, sizes, hashes, tokenizer, samples, and a loader test.
 
-Everything is read through the same code as training, so what passes here opens there.
+It reads through the same code as training, so data that passes here opens there.
 """
 
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic import Field
 
+from ingot.config.base import Section
 from ingot.config.data import PlaceConfig, SourceConfig
 from ingot.config.load import validate
 from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
 from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import fetch_index, locate, open_dataset, split_folders, tokenizer_folder
-from ingot.data.loading.shard_cache import verify_file
-from ingot.data.loading.token_dataset import IGNORE, Dataset
+from ingot.data.loading.shard_stream import verify_file
+from ingot.data.loading.token_dataset import IGNORE, Dataset, count_of
 from ingot.data.prepare.progress import follow
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
 
 
+class InspectOptions(Section):
+    """The options of `ingot inspect`."""
+
+    split: str | None = None
+    """One split only."""
+    text: bool = False
+    """Show the first samples as text."""
+    loader: bool = False
+    """Read batches as training does, and measure the speed."""
+    local: Path | None = None
+    """Folder for files fetched from a URL."""
+    max_seq_len: int = Field(2048, ge=1, json_schema_extra={"flags": ["--max_seq_len", "--max-seq-len"]})
+    """Tokens of a sample to show or load."""
+    samples: int = Field(2, ge=1)
+    """Samples to show."""
+    batches: int = Field(100, ge=1)
+    """Batches of 8 to load."""
+    verify: bool = Field(True, json_schema_extra={"flags": ["--verify/--no-verify"]})
+    """Check sizes and hashes of all shards."""
+
+
+def inspect_dataset(path: str, options: dict[str, Any]) -> Iterator[str]:
+    """The lines that `ingot inspect` prints."""
+    asked = validate(InspectOptions, options)
+    for split in find_splits(path, asked.split):
+        yield from describe(path, split, asked.local, asked.verify)
+        if asked.text:
+            for number, sample in enumerate(
+                decoded_samples(path, split, asked.local, asked.max_seq_len, asked.samples)
+            ):
+                yield f"--- sample {number}\n{sample}"
+        if asked.loader:
+            yield from try_loader(path, split, asked.local, asked.max_seq_len, asked.batches)
+
+
 def find_splits(path: str, split: str | None) -> list[str | None]:
-    """The splits to look at: the one asked for, all that a folder holds, or the folder itself."""
+    """The requested split, all splits in a folder, or the folder itself (None)."""
     folder = Path(path)
     validate(PlaceConfig, {"split": split})
     if split or "://" in path or (folder / "index.json").is_file() or not folder.is_dir():
@@ -33,7 +71,7 @@ def find_splits(path: str, split: str | None) -> list[str | None]:
 
 
 def describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
-    """Lines that tell what lies at a place; damage is a DataError."""
+    """Lines that describe a dataset; raises DataError if it is damaged."""
     if "://" in path:
         kind, place, _ = fetch_index(path, _cache(local), split, None)
         verify = False  # the loader verifies each shard as it arrives
@@ -47,21 +85,23 @@ def describe(path: str, split: str | None, local: Path | None, verify: bool) -> 
         binary = Path(f"{place}.bin")
         expected = index.tokens * index.dtype.itemsize
         if "://" not in path and binary.stat().st_size != expected:
-            raise DataError(f"{binary} has {binary.stat().st_size:,} bytes where its index says {expected:,}")
+            raise DataError(f"{binary} has {binary.stat().st_size:,} bytes, not {expected:,}; copy it again")
         yield f"{place}: Megatron's .bin/.idx, {index.dtype.name} tokens"
-        yield f"{len(index.documents) - 1:,} documents, {index.tokens:,} tokens, {expected:,} bytes; sizes agree"
+        documents = count_of(len(index.documents) - 1, "document")
+        yield f"{documents}, {index.tokens:,} tokens, {expected:,} bytes; sizes match"
     if not meta_path.is_file():
         yield "no meta.json: written by another tool"
         return
     meta = json.loads(meta_path.read_text(encoding="utf-8"))
     about = "about " if meta.get("prepare", {}).get("report", {}).get("is_estimate") else ""
-    yield f"{about}{meta['documents']:,} documents, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
+    documents = count_of(meta["documents"], "document")
+    yield f"{about}{documents}, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
     if folder := tokenizer_folder(place, *place.parents[:2]):
         tokenizer = load_tokenizer(folder)
         made_with = meta.get("prepare", {}).get("tokenizer")
         if meta["max_token"] >= tokenizer.vocab_size or (made_with and made_with != tokenizer.fingerprint()):
-            raise DataError(f"{place}: the tokenizer beside it is not the one that made the data")
-        yield f"tokenizer: {tokenizer.vocab_size:,} tokens, the one that made the data"
+            raise DataError(f"{folder} is not the tokenizer that made {place}; put the right one there")
+        yield f"tokenizer: {tokenizer.vocab_size:,} tokens, matches the data"
 
 
 def _describe_mds(folder: Path, verify: bool) -> Iterator[str]:
@@ -69,34 +109,35 @@ def _describe_mds(folder: Path, verify: bool) -> Iterator[str]:
     columns = {name for shard in index["shards"] for name in shard["column_names"]}
     if "tokens" not in columns:
         samples = sum(int(s["samples"]) for s in index["shards"])
-        yield f"{folder}: MDS with the columns {', '.join(sorted(columns))}, {samples:,} samples: not tokenized"
+        contents = f"{count_of(samples, 'sample')} of {', '.join(sorted(columns))}"
+        yield f"{folder}: MDS with {contents}; contains text, not tokens"
         return
     shards = read_index(folder / "index.json")
     samples, size = sum(s.samples for s in shards), sum((s.packed or s.raw).bytes for s in shards)
     kinds = {s.encoding for s in shards} | {s.compression for s in shards if s.compression}
-    count = f"{len(shards):,} shard{'s' * (len(shards) != 1)}"
-    yield f"{folder}: MDS, {count} ({', '.join(sorted(kinds))}), {samples:,} samples, {size:,} bytes"
+    counts = f"{count_of(len(shards), 'shard')} ({', '.join(sorted(kinds))}), {count_of(samples, 'sample')}"
+    yield f"{folder}: MDS, {counts}, {size:,} bytes"
     if verify:
         hashed = 0
         for shard in follow(f"verifying {folder}", shards, lambda shard: shard.raw.bytes):
             file = shard.packed if shard.packed and (folder / shard.packed.basename).exists() else shard.raw
             verify_file(folder / file.basename, file)
             hashed += bool(file.hashes)
-        yield f"sizes of all shards agree with the index, hashes of {hashed} of {len(shards)} too"
+        yield f"verified: the sizes of all shards and the hashes of {hashed} of {len(shards)} match the index"
 
 
 def decoded_samples(path: str, split: str | None, local: Path | None, seq_len: int, count: int) -> Iterator[str]:
     """The first samples as text."""
     dataset, tokenizer = _open(path, split, local, seq_len)
     if tokenizer is None:
-        raise DataError(f"{path}: no tokenizer came along, so there is no text to show")
+        raise DataError(f"{path} has no tokenizer next to it, so its text cannot be shown")
     tokens, labels = dataset.gather(np.arange(min(count, dataset.samples)))
     for row, label in zip(tokens, labels, strict=True):
         yield tokenizer.decode(row[: int((label != IGNORE).sum()) + 1][: len(row)])
 
 
 def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, batches: int) -> Iterator[str]:
-    """Read shuffled batches as training does, and say how fast they came."""
+    """Read shuffled batches as training does, and measure the speed."""
     dataset, _ = _open(path, split, local, seq_len)
     batch_samples = min(8, dataset.samples)
     started = time.monotonic()
@@ -125,5 +166,5 @@ def _open(path: str, split: str | None, local: Path | None, seq_len: int) -> tup
 
 def _cache(local: Path | None) -> Path:
     if local is None:
-        raise DataError("a remote data set needs a folder for what is fetched: give --local FOLDER")
+        raise DataError("a remote dataset needs a folder for the fetched files; set --local FOLDER")
     return local

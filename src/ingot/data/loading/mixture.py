@@ -1,15 +1,15 @@
-"""Several data sets as one, in given shares, in an order that is again a pure function of the position.
+"""Several datasets as one, in given shares, in an order that is again a pure function of the position.
 
-Positions come in blocks of 16,384. A block holds a fixed number of samples of each source, its share, in an order that
-a Feistel permutation draws anew for each block; the n-th sample of a source is the n-th of that source's own order,
-whatever stands between. Drawing the source of each position at random, the obvious way, would need a replay to know
-how far each source has come.
+Positions are grouped in blocks of 16,384. A block holds a fixed number of samples of each source, its share, in an
+order given by a different Feistel permutation for each block. The n-th sample of a source in the mixture is the n-th
+of the source's own order. Drawing the source of each position at random, the obvious way, would need a replay to know
+how many samples of each source were used.
 
-That is the rule `drawn`. Megatron and GPT-NeoX have another, `greedy`: each sample comes from the source that is
-furthest behind its share. How far each has come then follows from a replay only, so checkpoints keep these counts.
+That is the rule `drawn`. Megatron and GPT-NeoX use another, `greedy`: each sample comes from the source that is
+furthest behind its share. These counts can only be found by replay, so checkpoints store them.
 
-Shares may change when a run continues: a new stage begins at that position, with each source where it then stands.
-So no sample of a source is repeated or skipped because another one was added or weighted differently.
+Shares may change when a run resumes: a new stage then starts at that position and continues every source where it was.
+No sample is repeated or skipped because a source was added or its weight changed.
 """
 
 import hashlib
@@ -28,33 +28,33 @@ from ingot.errors import DataError
 
 BLOCK = 1 << 14
 ANNOUNCE_EVERY = 1024  # positions
-SOURCE_SHIFT = 48  # a mixture's sample id: the source above this bit, the sample within it below
+SOURCE_SHIFT = 48  # a sample id of a mixture: the source above this bit, its own sample id below
 
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """A stretch of a run with the same shares: where it starts, how far each source had come by then."""
+    """A part of a run with constant shares."""
 
     start: int
     shares: dict[str, float]  # drawn: samples of each source in a block; greedy: weights that sum to 1
-    taken: dict[str, int]
+    taken: dict[str, int]  # samples of each source used before the stage
     rule: str = "drawn"
-    counted: dict[str, int] = field(default_factory=dict)  # greedy: samples that the rule itself began with
+    counted: dict[str, int] = field(default_factory=dict)  # greedy: the counts that the rule started with
 
     def taken_at(self, position: int) -> dict[str, int]:
         """Samples taken from each source before a position."""
         return self.taken | {name: self.taken[name] + n for name, n in self._since_start(position).items()}
 
     def at(self, position: int) -> "MixtureStage":
-        """The same stage, told so that nothing before the position need be replayed."""
+        """The same stage, described so that nothing before the position needs a replay."""
         if self.rule == "drawn":
             return self
         counted = {name: self.counted.get(name, 0) + n for name, n in self._since_start(position).items()}
         return replace(self, start=position, taken=self.taken_at(position), counted=counted)
 
     def layout(self, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The source of each place in a block, by number; how many of it stand before that place since the stage began;
-        and how many of each source before the block."""
+        """For each slot of a block, the index of its source and the number of that source's samples before it in this
+        stage; and the samples of each source before the block."""
         counted = tuple(self.counted.get(name, 0) for name in self.shares)
         return _layout(self.rule, tuple(self.shares.values()), self.start, counted, block)
 
@@ -66,22 +66,22 @@ class MixtureStage:
 
 
 class Mixture(Dataset):
-    """Several data sets that read like one."""
+    """Several datasets that read like one."""
 
     def __init__(self, datasets: Mapping[str, Dataset], weights: dict[str, float] | None = None, rule: str = "drawn"):
-        # Drawn, the order does not depend on that in a file; the greedy rule prefers the first of equals.
+        # Drawn: independent of the order in the config file. Greedy: the first of equals wins, so the order matters.
         self.names, self.rule = sorted(datasets) if rule == "drawn" else list(datasets), rule
         self._datasets = [datasets[name] for name in self.names]
         self.samples = sum(d.samples for d in self._datasets)
         self.tokens = sum(d.tokens for d in self._datasets)
         self.seq_len = self._datasets[0].seq_len
-        # Weighted by size, peers count whole samples only.
+        # Without weights, Megatron and GPT-NeoX weight by size and count full samples only.
         sizes = {n: d.samples if rule == "drawn" else max(1, (d.tokens - 1) // d.seq_len) for n, d in datasets.items()}
         relative = [(weights or sizes)[n] for n in self.names]
-        self.shares: Sequence[float] = _shares(relative) if rule == "drawn" else _normalised(relative)
+        self.shares: Sequence[float] = _shares(relative) if rule == "drawn" else _normalized(relative)
         self.tokenizer_folder = next((d.tokenizer_folder for d in self._datasets if d.tokenizer_folder), None)
-        whole = sum(self.shares)
-        weighted = [(d.bytes_per_token or 0.0) * n / whole for d, n in zip(self._datasets, self.shares, strict=True)]
+        total = sum(self.shares)
+        weighted = [(d.bytes_per_token or 0.0) * n / total for d, n in zip(self._datasets, self.shares, strict=True)]
         self.bytes_per_token = sum(weighted) if all(weighted) else None
         self._announced = range(0)
         shares = dict(zip(self.names, self.shares, strict=True))
@@ -94,7 +94,7 @@ class Mixture(Dataset):
         return "\n".join(lines)
 
     def fingerprint(self) -> str:
-        """A short hash of what the sources are; their shares may change within a run."""
+        """A short hash of the sources; their shares may change within a run."""
         return hashlib.sha256(json.dumps(self._fingerprints()).encode()).hexdigest()[:16]
 
     def state(self, position: int | None = None) -> dict[str, Any]:
@@ -102,19 +102,19 @@ class Mixture(Dataset):
         return {"sources": self._fingerprints(), "stage": asdict(stage)}
 
     def resume(self, state: dict[str, Any], position: int) -> None:
-        """Continue at a position. Sources may come and go, and shares that differ begin a new stage."""
+        """Continue at a position. Sources may be added or removed; other shares start a new stage."""
         known = self._fingerprints()
         if "sources" not in state:
-            raise DataError("the checkpoint was trained on one data set, not on a mixture; put data.train back")
+            raise DataError("the checkpoint was trained on a single dataset, not on a mixture; restore data.train")
         for name, fingerprint in state["sources"].items():
             if known.get(name, fingerprint) != fingerprint:
-                raise DataError(f"the training data {name} is not what the checkpoint was trained on; put it back")
+                raise DataError(f"the training data {name} has changed since the checkpoint; restore it")
         stage = MixtureStage(**state["stage"])
         shares = dict(zip(self.names, self.shares, strict=True))
         if (stage.shares, stage.rule) == (shares, self.rule):
-            self.stage = replace(stage, shares=shares)  # in this file's order
+            self.stage = replace(stage, shares=shares)  # in the order of this config
         else:
-            taken = dict.fromkeys(self.names, 0) | stage.taken_at(position)  # one that left may return
+            taken = dict.fromkeys(self.names, 0) | stage.taken_at(position)  # a removed source may return
             self.stage = MixtureStage(position, shares, taken, self.rule)
 
     def taken(self, position: int) -> dict[str, int]:
@@ -124,7 +124,7 @@ class Mixture(Dataset):
         return {name: d.fingerprint() for name, d in zip(self.names, self._datasets, strict=True)}
 
     def order(self, seed: int, shuffle: bool) -> "MixtureOrder":
-        # Seeds by name: a source keeps its order when others come, go or change places.
+        # Seeded by name: a source keeps its order when others are added, removed or reordered.
         seeds = [seed ^ int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") for name in self.names]
         orders = [d.order(s, shuffle) for d, s in zip(self._datasets, seeds, strict=True)]
         return MixtureOrder(self.stage, self.names, orders)
@@ -145,14 +145,8 @@ class Mixture(Dataset):
             tokens[here], labels[here] = dataset.gather(inner)
         return tokens, labels
 
-    def document_starts(self, ids: np.ndarray) -> np.ndarray:
-        starts = np.empty((len(ids), self.seq_len), bool)
-        for dataset, here, inner in self._by_source(ids):
-            starts[here] = dataset.document_starts(inner)
-        return starts
-
     def _by_source(self, ids: np.ndarray) -> Iterator[tuple[Dataset, np.ndarray, np.ndarray]]:
-        """Each source among the ids: which of them are its, and what they are there."""
+        """For each source among the ids: the source, the indices of its ids, and their ids within it."""
         source = ids >> SOURCE_SHIFT
         for k in np.unique(source).tolist():
             here = np.flatnonzero(source == k)
@@ -160,22 +154,22 @@ class Mixture(Dataset):
 
 
 class MixtureOrder(Order):
-    """Positions to sample ids through the orders of the sources, from the start of a stage on."""
+    """Maps positions from the start of a stage on to sample ids, through the orders of the sources."""
 
-    def __init__(self, stage: MixtureStage, names: list[str], orders: list[Order]):  # has none of its own to set up
+    def __init__(self, stage: MixtureStage, names: list[str], orders: list[Order]):  # no super(): nothing to set up
         self.stage, self._names, self.orders = stage, names, orders
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        place = np.ravel(positions).astype(np.int64) - self.stage.start
-        if place.size and place.min() < 0:
+        offset = np.ravel(positions).astype(np.int64) - self.stage.start
+        if offset.size and offset.min() < 0:
             raise ValueError(f"positions before {self.stage.start} belong to a stage with other shares")
-        block, slot = np.divmod(place, BLOCK)
-        source, number = np.empty_like(place), np.empty_like(place)
+        block, slot = np.divmod(offset, BLOCK)
+        source, number = np.empty_like(offset), np.empty_like(offset)
         for b in np.unique(block).tolist():
             here = block == b
             sources, numbers, _ = self.stage.layout(b)
             source[here], number[here] = sources[slot[here]], numbers[slot[here]]
-        ids = np.empty_like(place)
+        ids = np.empty_like(offset)
         for k, (name, order) in enumerate(zip(self._names, self.orders, strict=True)):
             here = source == k
             ids[here] = order.take(self.stage.taken[name] + number[here]) | (k << SOURCE_SHIFT)
@@ -194,22 +188,21 @@ def _layout(
         source, before = np.searchsorted(np.cumsum(shares), drawn, side="right"), block * np.array(shares, np.int64)
     number = np.empty(BLOCK, np.int64)
     for k, first in enumerate(before.tolist()):
-        places = np.flatnonzero(source == k)
-        number[places] = np.arange(first, first + len(places))
+        slots = np.flatnonzero(source == k)
+        number[slots] = np.arange(first, first + len(slots))
     return source, number, before
 
 
 class _Replay:
-    """The greedy rule from its beginning, or from counts that it has come to, block by block; about 1 s for a million
-    samples, once."""
+    """Replays the greedy rule block by block from given counts: once, about 1 s for a million samples."""
 
     def __init__(self, weights: tuple[float, ...], counted: tuple[int, ...]):
         self._weights, self._begin = weights, np.array(counted, np.int64)
         self._counts = [list(counted)]  # before each block
-        self._lock = threading.Lock()  # the loader reads ahead while the run looks where it stands
+        self._lock = threading.Lock()  # the loader reads ahead while the trainer saves its state
 
     def block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each place in a block, and how many of each source stand before the block."""
+        """The source of each slot of a block, and the samples of each source before the block."""
         with self._lock:
             while len(self._counts) <= block:
                 self._counts.append(self._walk(len(self._counts) - 1)[1])
@@ -234,21 +227,21 @@ class _Replay:
 _replay = lru_cache(maxsize=4)(_Replay)
 
 
-def _normalised(weights: Sequence[float]) -> list[float]:
-    """Twice, as Megatron and GPT-NeoX do: the last bit decides between equals."""
+def _normalized(weights: Sequence[float]) -> list[float]:
+    """Divide by the sum twice, as Megatron and GPT-NeoX do: the last bit decides between equals."""
     exact = np.asarray(weights, np.float64)
     exact = exact / np.sum(exact)
     return (exact / np.sum(exact)).tolist()
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Whole samples per block in proportion to the weights, at least one each, by largest remainder."""
+    """Samples per block in proportion to the weights, at least one each, by largest remainder."""
     exact = np.asarray(weights, np.float64) / np.sum(weights) * BLOCK
     shares = np.maximum(1, np.floor(exact)).astype(np.int64)
     order = np.argsort(shares - exact, kind="stable")
     for i in range(BLOCK - int(shares.sum())):
         shares[order[i % len(order)]] += 1
-    shares[np.argmax(shares)] += BLOCK - shares.sum()  # where many tiny weights were lifted to one
+    shares[np.argmax(shares)] += BLOCK - shares.sum()  # many tiny weights were rounded up to one
     if (shares < 1).any():
         raise DataError(f"a mixture can have at most {BLOCK} sources")
     return shares.tolist()

@@ -1,15 +1,15 @@
 """The order of samples as a pure function of (seed, epoch, position).
 
 The obvious way is `rng.permutation(n)` per epoch: 4 GB and a minute for 500 million samples, on every rank, and again
-at every resume. Here a sample id is computed from its position alone, so any place of any epoch costs the same.
+at every resume. Here a sample id is computed from its position alone, so every position of every epoch costs the same.
 
     samples   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15 | 16 17      blocks of 4 (in practice: about a shard)
     blocks    permuted:   2  0 | 3  1  tail                            windows of 2 blocks, the tail joins the last
     samples   permuted within each window
 
-Blocks keep a window's samples in few shards, so remote shards are fetched in the order of use, each once per epoch.
-Both permutations are Feistel networks over Z_a x Z_b with a*b barely above n (Black and Rogaway, 2002), whose rare
-values beyond n are walked on until they fall inside.
+Blocks keep the samples of a window in few shards, so remote shards are fetched in the order of use, once per epoch.
+Both permutations are Feistel networks over Z_a x Z_b with a*b slightly above n (Black and Rogaway, 2002); the rare
+values beyond n are permuted again until they fall inside.
 """
 
 import math
@@ -17,13 +17,13 @@ import math
 import numpy as np
 
 BLOCK_SAMPLES = 4096
-WINDOW_SAMPLES = 131_072  # samples that are shuffled together, where blocks are smaller than that
+WINDOW_SAMPLES = 131_072  # samples shuffled together, where blocks are smaller than that
 ROUNDS = 6
 U64 = np.uint64
 
 
 class Order:
-    """Which sample stands at which position. Epoch e is positions e*n to (e+1)*n, each sample once."""
+    """Maps positions to samples. Epoch e is positions e*n to (e+1)*n, each sample once."""
 
     def __init__(
         self, n: int, seed: int, shuffle: bool = True, block: int = BLOCK_SAMPLES, window_blocks: int | None = None
@@ -31,12 +31,12 @@ class Order:
         if n < 1 or block < 1 or (window_blocks is not None and window_blocks < 1):
             raise ValueError("an order needs at least one sample, one sample per block and one block per window")
         self.n, self.seed, self.shuffle, self.block = n, seed, shuffle, block
-        self.blocks = n // block  # whole ones; what remains is the tail
+        self.blocks = n // block  # complete ones; the rest is the tail
         self.window_blocks = window_blocks or max(1, math.ceil(WINDOW_SAMPLES / block))
         self.windows = max(1, self.blocks // self.window_blocks)  # evenly sized, each at least window_blocks
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """Global positions, any shape -> sample ids of the same shape, int64."""
+        """Positions of any shape -> sample ids of the same shape, int64."""
         positions = np.asarray(positions, np.int64)
         epoch, place = np.divmod(positions, self.n)
         if not self.shuffle:
@@ -50,8 +50,8 @@ class Order:
         return self._block_at(first + slot, key) * self.block + offset
 
     def window_at(self, position: int) -> tuple[list[tuple[int, int]], int]:
-        """The ids (first, last + 1) of each block in the window of a position, and the position where that window
-        ends: what to fetch, before it is needed."""
+        """The sample ids (first, last + 1) of each block in the window of a position, and the position where the window
+        ends: what to fetch ahead."""
         epoch, place = divmod(position, self.n)
         first, size = (int(x[0]) for x in self._window_span(self._window_of(np.array([place]))))
         blocks = np.arange(first, first + math.ceil(size / self.block), dtype=np.int64)
@@ -64,7 +64,7 @@ class Order:
         return mix(mix(np.array(self.seed, np.int64).astype(U64)) + epoch.astype(U64))
 
     def _block_at(self, slot: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Which block stands at each slot of the permuted sequence; the tail stays last."""
+        """The block at each slot of the permuted sequence; the tail stays last."""
         if self.blocks == 0:
             return slot
         whole = np.minimum(slot, self.blocks - 1)
@@ -84,20 +84,20 @@ class Order:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words in which every input bit reaches every output bit (splitmix64's finalizer)."""
-    x = np.atleast_1d(x) + U64(0x9E3779B97F4A7C15)  # an array, since numpy warns when a scalar wraps
+    """A bijection of 64-bit words in which every input bit affects every output bit (splitmix64's finalizer)."""
+    x = np.atleast_1d(x) + U64(0x9E3779B97F4A7C15)  # an array: numpy warns when a scalar overflows
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))
 
 
 def permute(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """The image of each x in [0, n) under the permutation of [0, n) that its key names."""
+    """The image of each x in [0, n) under the permutation of [0, n) selected by its key."""
     shape = np.shape(x)
     x, n = np.ravel(x).astype(U64), np.ravel(np.broadcast_to(n, shape)).astype(U64)
     key = np.broadcast_to(np.ravel(key), x.shape)
     a = np.ceil(np.sqrt(n.astype(np.float64))).astype(U64)
-    b = (n + a - U64(1)) // a  # a*b >= n > a*b - a: a value falls outside with a chance of about 1/sqrt(n)
+    b = (n + a - U64(1)) // a  # a*b >= n > a*b - a: a value is outside with probability 1/sqrt(n)
     y = _feistel(x, a, b, key)
     outside = np.flatnonzero(y >= n)
     while outside.size:
@@ -107,7 +107,7 @@ def permute(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A permutation of [0, a*b): the two digits of x take turns in being shifted by a hash of the other."""
+    """A permutation of [0, a*b): the two digits of x are shifted in turn by a hash of the other."""
     left, right = np.divmod(x, b)
     for r in range(ROUNDS):
         key = key + U64(0xD1342543DE82EF95)

@@ -1,8 +1,8 @@
-"""A data set: one long sequence of tokens, cut into windows when training starts.
+"""A dataset: one long sequence of tokens, cut into samples of `seq_len` when training starts.
 
-Window i is tokens[i*S : i*S + S + 1]: the first S are the input, the last S the labels, so neighbours share one token
-and every token but the very first is predicted once. The sequence length is thus not baked into the files: samples
-stored in any length are split or joined. The last window may be short: its rest is token 0, with labels IGNORE.
+Sample i is tokens[i*S : i*S + S + 1]: the first S are the input, the last S the labels. Neighbors share one token, and
+every token but the very first is predicted once. The sequence length is not baked into the files: stored samples of
+any length are split or joined. The last sample may be short; it is filled up with token 0 and labels IGNORE.
 """
 
 import hashlib
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.loading.order import Order
 from ingot.errors import DataError
 
@@ -25,85 +24,93 @@ OPEN_SHARDS = 256  # memory maps kept open; each holds a file descriptor
 MAX_BLOCK_SAMPLES = 1 << 16
 
 
-class Shard(Protocol):
-    """Tokens in one file."""
+def count_of(n: int, noun: str) -> str:
+    """A number with its noun: `1 shard`, `1,200 shards`."""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+class TokenShard(Protocol):
+    """The tokens of one file."""
 
     tokens: int
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into all of `out`."""
+        """Fill `out` with the tokens from `start` on."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What `prepare` left in meta.json; all unknown for data of other tools."""
+    """What `prepare` wrote to meta.json; unknown for data from other tools."""
 
     bytes: int | None = None
     max_token: int | None = None
-    eos_id: int | None = None
     shard_tokens: dict[str, int] = field(default_factory=dict)  # by file
 
 
-class Dataset(Protocol):
-    """Samples by number: what a loader reads from."""
+@dataclass(frozen=True)
+class SampleSpec:
+    """How tokens become samples."""
 
-    samples: int  # windows of seq_len tokens; the last may be short
+    seq_len: int
+    vocab_size: int | None = None  # a token id beyond it is an error
+    no_loss_after_token: int | None = None  # the position after this token has no label
+
+
+class Dataset(Protocol):
+    """Samples by id: what a loader reads from."""
+
+    samples: int
     tokens: int
     seq_len: int
-    tokenizer_folder: Path | None  # that of the tokenizer which made the data, where it came along
-    bytes_per_token: float | None  # of text, where known
+    tokenizer_folder: Path | None  # the tokenizer that made the data, if it is stored with it
+    bytes_per_token: float | None  # bytes of text, if known
 
     def describe(self) -> str:
         """One line for the console."""
 
     def fingerprint(self) -> str:
-        """A short hash of what the data is and how it is cut, the same on every machine."""
+        """A short hash of the data and the sequence length, the same on every machine."""
 
     def state(self, position: int | None = None) -> dict[str, Any]:
-        """What a checkpoint at a position keeps of it, as plain values."""
+        """What a checkpoint at a position stores, as plain values."""
 
     def resume(self, state: dict[str, Any], position: int) -> None:
-        """Continue at a position of the run that kept this state; refuses to if the data is not the same."""
+        """Continue the run that saved this state at a position; an error if the data has changed."""
 
     def taken(self, position: int) -> dict[str, int]:
-        """Samples taken from each of several sources before a position; of one source, nothing is to be said."""
+        """Samples taken from each source of a mixture before a position; empty for a single dataset."""
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        """The order of its samples."""
+        """The order in which training reads the samples."""
 
     def announce(self, order: Order, position: int) -> None:
-        """Say where reading stands, so that shards from elsewhere are fetched before they are needed."""
+        """Tell the reading position, so that remote shards are fetched before they are needed."""
 
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Samples by id [n] -> tokens and labels, int64 [n, S] each."""
 
-    def document_starts(self, ids: np.ndarray) -> np.ndarray:
-        """Where documents begin in the inputs of samples [n] -> bool [n, S]; each first position counts as one."""
-
 
 @dataclass(eq=False, repr=False)
 class TokenDataset(Dataset):
-    """Windows of `seq_len` tokens over shards that are opened when first read."""
+    """Samples of `seq_len` tokens from shards that are opened on first use."""
 
     kind: str
     where: str
     names: Sequence[str]  # of the shards
     shard_tokens: InitVar[Sequence[int]]
-    open_shard: Callable[[int], Shard]
-    seq_len: int
-    vocab_size: int | None
+    open_shard: Callable[[int], TokenShard]
+    spec: SampleSpec
     _: KW_ONLY
-    dtype: np.dtype  # of the tokens in all shards, or one that holds them
-    identity: Any  # what distinguishes this data from other data
-    block_tokens: int  # about the tokens of a shard
+    dtype: np.dtype  # holds the tokens of all shards
+    identity: Any  # what tells this data from other data
+    block_tokens: int  # about as many as a shard has
     meta: Meta
     tokenizer_folder: Path | None = None
-    index: IndexFile | None = None
     fetch_ahead: Callable[[list[int], list[int]], None] | None = None  # shards needed now and soon
-    span: InitVar[tuple[int, int] | None] = None  # the tokens that belong to the data, where not all of the shards' do
-    unscored: int | None = None  # what follows this token is not to be predicted
+    span: InitVar[tuple[int, int] | None] = None  # first token and end, if the shards hold more than this dataset
 
     def __post_init__(self, shard_tokens: Sequence[int], span: tuple[int, int] | None) -> None:
+        self.seq_len = self.spec.seq_len
         stored = int(sum(shard_tokens))
         self._begin, self._end = span or (0, stored)
         self.tokens = self._end - self._begin
@@ -114,11 +121,11 @@ class TokenDataset(Dataset):
         self.samples = -(-(self.tokens - 1) // self.seq_len)
         self.bytes_per_token = self.meta.bytes / stored if self.meta.bytes else None
         self._first = np.concatenate([[0], np.cumsum(np.asarray(shard_tokens, np.int64))]).tolist()  # token of shard
-        self._open: dict[int, Shard] = {}  # in the order of opening
+        self._open: dict[int, TokenShard] = {}  # in the order of opening
         self._lock = threading.Lock()
         self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._announced = range(0)
-        highest, size = self.meta.max_token, self.vocab_size
+        highest, size = self.meta.max_token, self.spec.vocab_size
         if highest is not None and size is not None and highest >= size:
             raise DataError(
                 f"{self.where} holds token ids up to {highest}, beyond the model's vocabulary of {size}; set "
@@ -126,10 +133,8 @@ class TokenDataset(Dataset):
             )
 
     def describe(self) -> str:
-        shards = f"{len(self.names):,} shard{'s' * (len(self.names) != 1)}"
-        return (
-            f"{self.kind} {self.where}: {self.tokens:,} tokens in {shards}, {self.samples:,} samples of {self.seq_len}"
-        )
+        shards, samples = count_of(len(self.names), "shard"), count_of(self.samples, "sample")
+        return f"{self.kind} {self.where}: {self.tokens:,} tokens in {shards}, {samples} of {self.seq_len}"
 
     def fingerprint(self) -> str:
         text = json.dumps([self.kind, self.seq_len, self.identity], sort_keys=True)
@@ -140,14 +145,13 @@ class TokenDataset(Dataset):
 
     def resume(self, state: dict[str, Any], position: int) -> None:
         if state != self.state():
-            raise DataError(f"the training data {self.where} is not what the checkpoint was trained on; put it back")
+            raise DataError(f"the training data {self.where} has changed since the checkpoint; restore it")
 
     def taken(self, position: int) -> dict[str, int]:
         return {}
 
     def order(self, seed: int, shuffle: bool) -> Order:
-        # In blocks of about a shard.
-        block = min(max(1, self.block_tokens // self.seq_len), MAX_BLOCK_SAMPLES)
+        block = min(max(1, self.block_tokens // self.seq_len), MAX_BLOCK_SAMPLES)  # about a shard
         return Order(self.samples, seed, shuffle, block)
 
     def announce(self, order: Order, position: int) -> None:
@@ -156,16 +160,16 @@ class TokenDataset(Dataset):
         spans, end = order.window_at(position)
         self._announced = range(position, end)
         now, soon = self._shards_of(spans), self._shards_of(order.window_at(end)[0])
-        with self._lock:  # a map of an evicted file would still occupy the disk
+        with self._lock:  # an evicted file that is still mapped keeps occupying the disk
             for number in set(self._open) - set(now) - set(soon):
                 del self._open[number]
         self.fetch_ahead(now, [number for number in soon if number not in now])
 
     def _shards_of(self, spans: list[tuple[int, int]]) -> list[int]:
-        """The shards that hold the samples [first, end) of each span, each once, in the order of the spans."""
+        """The shards that hold the samples [first, end) of each span, without repetition, in the order of the spans."""
         numbers: dict[int, None] = {}
         for first, end in spans:
-            # a window ends with the first token of the next
+            # the last label of a sample is the first token of the next one
             last = min(self._begin + end * self.seq_len, self._end - 1)
             begin = bisect_right(self._first, self._begin + first * self.seq_len) - 1
             numbers |= dict.fromkeys(range(begin, bisect_right(self._first, last)))
@@ -188,31 +192,17 @@ class TokenDataset(Dataset):
                 count = self._read_across(start, number, rows[k])
                 if count <= length:
                     short.append((k, count))
-        if self.vocab_size is not None and n and int(rows.view(self._unsigned).max()) >= self.vocab_size:
-            self._refuse_token(ids, rows)
+        if (size := self.spec.vocab_size) is not None and n and int(rows.view(self._unsigned).max()) >= size:
+            self._refuse_token(ids, rows, size)
         tokens, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         for k, count in short:
             labels[k, count - 1 :] = IGNORE
-        if self.unscored is not None:
-            labels[tokens == self.unscored] = IGNORE
+        if self.spec.no_loss_after_token is not None:
+            labels[tokens == self.spec.no_loss_after_token] = IGNORE
         return tokens, labels
 
-    def document_starts(self, ids: np.ndarray) -> np.ndarray:
-        starts = np.zeros((len(ids), self.seq_len), bool)
-        starts[:, 0] = True
-        if self.index is not None:
-            for k, i in enumerate(ids.tolist()):
-                first = self._begin + i * self.seq_len
-                starts[k, self.index.starts_between(first, min(first + self.seq_len, self._end)) - first] = True
-        elif self.meta.eos_id is not None:
-            tokens, _ = self.gather(ids)
-            starts[:, 1:] |= tokens[:, :-1] == self.meta.eos_id
-        else:
-            raise DataError(f"{self.where} does not say where documents end: its meta.json has no eos_id")
-        return starts
-
     def _read_across(self, start: int, number: int, out: np.ndarray) -> int:
-        """Copy tokens from a global position on, through shard `number` and the next; 0 where the data has ended."""
+        """Copy tokens from a position on, from shard `number` and the ones after it; 0 beyond the end of the data."""
         count = min(len(out), self._end - start)
         done = 0
         while done < count:
@@ -224,26 +214,26 @@ class TokenDataset(Dataset):
         out[count:] = 0
         return count
 
-    def _shard(self, number: int) -> Shard:
+    def _shard(self, number: int) -> TokenShard:
         with self._lock:
             if number not in self._open:
                 shard = self.open_shard(number)
                 expected = self._first[number + 1] - self._first[number]
                 if shard.tokens != expected:
                     raise DataError(
-                        f"{self.where}: {self.names[number]} has {shard.tokens:,} tokens where {expected:,} were "
-                        "counted before; prepare or copy the data again"
+                        f"{self.where}: {self.names[number]} has {shard.tokens:,} tokens, but {expected:,} "
+                        "were expected; prepare or copy the data again"
                     )
                 self._open[number] = shard
-                while len(self._open) > OPEN_SHARDS:  # the one opened longest ago; opening it again is cheap
+                while len(self._open) > OPEN_SHARDS:  # close the oldest; reopening is cheap
                     del self._open[next(iter(self._open))]
             return self._open[number]
 
-    def _refuse_token(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        k, column = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0]
-        place = self._begin + int(ids[k]) * self.seq_len + int(column)
-        name = self.names[bisect_right(self._first, place) - 1]
+    def _refuse_token(self, ids: np.ndarray, rows: np.ndarray, vocab_size: int) -> None:
+        k, column = np.argwhere((rows < 0) | (rows >= vocab_size))[0]
+        position = self._begin + int(ids[k]) * self.seq_len + int(column)
+        name = self.names[bisect_right(self._first, position) - 1]
         raise DataError(
             f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's "
-            f"vocabulary of {self.vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
+            f"vocabulary of {vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
         )

@@ -1,38 +1,22 @@
-"""Documents out of a stream of bytes: jsonl, json, txt, csv, parquet, zip, in blocks of bounded size.
+"""Documents from streams of jsonl and plain text, in blocks of bounded size.
 
-What is no document (a broken line, a missing field, invalid UTF-8) is not an exception here but an entry of its block,
-with the number of its record, so that the caller decides between stopping and leaving it out.
+A record that is not a document (a broken line, a missing field, invalid UTF-8) is not an exception here but an entry of
+its block, with the number of the record, so that the caller decides between stopping and skipping it.
 """
 
 import codecs
 import contextlib
-import csv
 import functools
-import io
 import json
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 
-from ingot.data.prepare.input_files import (
-    READ_BYTES,
-    Guarded,
-    ReadOptions,
-    SourceFile,
-    expansion_limit,
-    format_of,
-    is_readable_member,
-    is_url,
-    open_file,
-    open_raw,
-    starts_with_line_of_json,
-)
-from ingot.errors import DataError
+from ingot.data.prepare.input_files import READ_BYTES, open_raw
+from ingot.data.prepare.options import PrepareOptions
 
 BLOCK_BYTES = 8 << 20
 
@@ -41,7 +25,7 @@ FindCut = Callable[[str, int, int], int | None]
 
 
 @dataclass
-class Block:
+class TextBlock:
     """Some documents, and which records were no documents."""
 
     texts: list[bytes]  # UTF-8, which is what the fast engine takes
@@ -53,59 +37,7 @@ class Block:
     ends: bool = True  # whether the last text ends its document
 
 
-def read_file(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
-    if file.format == "zip":
-        yield from _read_zip(file, options, find_cut)
-    elif file.format == "parquet" and file.compression is None:
-        yield from read_batches(file.path, options)
-    else:
-        with open_file(file, options) as stream:
-            yield from read_stream(stream, file.format, file.path, options, find_cut)
-
-
-def read_stream(stream: IO[bytes], kind: str, path: str, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
-    if kind == "text":
-        yield from _read_text(stream, path, options, find_cut)
-    elif kind == "csv":
-        yield from _read_csv(stream, path, options)
-    elif kind == "parquet":
-        raise DataError(f"{path}: parquet inside a compressed file cannot be read; unpack it first")
-    else:
-        head = stream.peek(READ_BYTES) if hasattr(stream, "peek") else b""
-        if kind == "jsonl" or starts_with_line_of_json(head):
-            first = 0
-            for lines in cut_lines(stream, options):
-                block = jsonl_block(lines, first, path, options)
-                first += block.record_count
-                yield block
-        else:
-            yield from _read_json_values(stream, path, options)
-
-
-def _read_zip(file: SourceFile, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
-    try:
-        archive = zipfile.ZipFile(open_raw(file.path))
-    except (zipfile.BadZipFile, OSError) as error:
-        raise DataError(f"{file.path}: not a readable zip archive, perhaps cut short: {error}") from None
-    limit = expansion_limit(file, options)
-    with archive:
-        members = sorted((m for m in archive.infolist() if not m.is_dir()), key=lambda m: m.filename)
-        for member in members:
-            kind = format_of(member.filename)
-            if kind is None or not is_readable_member(member.filename):
-                continue
-            name = f"{file.path}:{member.filename}"
-            try:
-                raw = archive.open(member)
-            except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
-                raise DataError(f"{name}: cannot be read from the archive: {error}") from None
-            guarded = Guarded(raw, raw, name, limit)
-            with io.BufferedReader(guarded, READ_BYTES) as stream:
-                yield from read_stream(stream, kind[0], name, options, find_cut)
-            limit -= guarded.done
-
-
-def cut_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[bytes]:
+def cut_lines(stream: IO[bytes], options: PrepareOptions) -> Iterator[bytes]:
     """A stream in blocks of whole lines, of about BLOCK_BYTES each. Of an overlong line only so much is kept that it
     can be seen to be one."""
     rest: list[bytes] = []
@@ -149,21 +81,21 @@ def _line_decoder(key: str) -> Any:
     return msgspec.json.Decoder(msgspec.defstruct("Row", [("value", str)], rename={"value": key}))
 
 
-def jsonl_block(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
+def jsonl_block(data: bytes, first: int, path: str, options: PrepareOptions) -> TextBlock:
     lines = newlines(data) + (not data.endswith(b"\n"))
     if len(data) <= options.max_document_bytes:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             rows = _line_decoder(options.key).decode_lines(data)
             # decode_lines cares little about where lines end, so an equal count is required before it is believed
             if len(rows) == lines:
-                return Block([row.value.encode() for row in rows], None, first, [], lines, path)
+                return TextBlock([row.value.encode() for row in rows], None, first, [], lines, path)
     return _jsonl_slowly(data, first, path, options)
 
 
-def _jsonl_slowly(data: bytes, first: int, path: str, options: ReadOptions) -> Block:
+def _jsonl_slowly(data: bytes, first: int, path: str, options: PrepareOptions) -> TextBlock:
     """Line by line, to say what is wrong with each, and to take what only Python's parser takes (NaN, a BOM)."""
     decoder = _line_decoder(options.key)
-    batch = Batch(path)
+    batch = TextBatch(path)
     lines = data.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -178,7 +110,7 @@ def _jsonl_slowly(data: bytes, first: int, path: str, options: ReadOptions) -> B
             batch.add(number, decoder.decode(line).value.encode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             batch.add(number, *_parse_line(line, options.key))
-    return Block(batch.texts, np.array(batch.records, np.int64), first, batch.bad, len(lines), path)
+    return TextBlock(batch.texts, np.array(batch.records, np.int64), first, batch.bad, len(lines), path)
 
 
 def _parse_line(line: bytes, key: str) -> tuple[bytes, str]:
@@ -204,7 +136,7 @@ def text_of(value: Any, key: str) -> tuple[bytes, str]:
     try:
         return text.encode(), ""
     except UnicodeEncodeError:
-        return b"", "half of a surrogate pair, which is no text"
+        return b"", "half of a surrogate pair, which is not text"
 
 
 def _json_type(value: Any) -> str:
@@ -212,7 +144,7 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _read_text(stream: IO[bytes], path: str, options: ReadOptions, find_cut: FindCut) -> Iterator[Block]:
+def read_text(stream: IO[bytes], path: str, options: PrepareOptions, find_cut: FindCut) -> Iterator[TextBlock]:
     """A text file is one document; a huge one comes in several blocks, cut where its tokens do not change."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
@@ -228,94 +160,19 @@ def _read_text(stream: IO[bytes], path: str, options: ReadOptions, find_cut: Fin
         if data and not problem and len(text) >= BLOCK_BYTES:
             cut = find_cut(text, BLOCK_BYTES // 2, len(text) - 1)
             if cut is not None:
-                yield Block([text[:cut].encode()], None, 0, [], 0, path, ends=False)
+                yield TextBlock([text[:cut].encode()], None, 0, [], 0, path, ends=False)
                 text = text[cut:]
             elif size > options.max_document_bytes:
                 problem = f"a document over max_document_bytes={options.max_document_bytes:,}"
         if problem:
-            yield Block([], None, 0, [(0, problem)], 1, path)
+            yield TextBlock([], None, 0, [(0, problem)], 1, path)
             return
         if not data:
             break
-    yield Block([text.encode()], None, 0, [], 1, path)
+    yield TextBlock([text.encode()], None, 0, [], 1, path)
 
 
-def _read_csv(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[Block]:
-    csv.field_size_limit(options.max_document_bytes)
-    delimiter = "\t" if ".tsv" in path.lower() else ","
-    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict", newline="")
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    batch = Batch(path)
-    try:
-        header = next(reader, None)
-        if header is None:
-            return
-        if options.key not in header:
-            raise DataError(f"{path}: no column {options.key!r} (columns: {', '.join(header[:8])})")
-        column = header.index(options.key)
-        for number, row in enumerate(reader, 1):
-            if not row:
-                continue
-            if column >= len(row):
-                batch.add(number, b"", f"only {len(row)} columns")
-            else:
-                batch.add(number, row[column].encode())
-            if batch.is_full:
-                yield batch.take()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: row {batch.last + 1}: invalid UTF-8: {error.reason}") from None
-    except csv.Error as error:
-        raise DataError(f"{path}: row {batch.last + 1}: not valid CSV: {error}") from None
-    finally:
-        lines.detach()
-    yield batch.take()
-
-
-def _read_json_values(stream: IO[bytes], path: str, options: ReadOptions) -> Iterator[Block]:
-    """A JSON array of objects, or objects one after another, without ever holding more than one of them."""
-    decoder = json.JSONDecoder()
-    incoming = codecs.getincrementaldecoder("utf-8-sig")()
-    buffer, at, number, more, needed = "", 0, 0, True, 1
-    in_array = None
-    batch = Batch(path)
-    while True:
-        if more and len(buffer) - at < needed:
-            data = stream.read(READ_BYTES)
-            more = bool(data)
-            try:
-                buffer = buffer[at:] + incoming.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: invalid UTF-8 after record {number}: {error.reason}") from None
-            at = 0
-        while at < len(buffer) and (buffer[at] in " \t\r\n" or (buffer[at] == "," and in_array and number)):
-            at += 1
-        if at == len(buffer):
-            if more:
-                needed = 1
-                continue
-            break
-        if in_array is None:
-            in_array = buffer[at] == "["
-            at += in_array
-            continue
-        if in_array and buffer[at] == "]":
-            break
-        try:
-            value, at = decoder.raw_decode(buffer, at)
-        except ValueError as error:
-            if more and len(buffer) - at <= options.max_document_bytes:
-                needed = 2 * (len(buffer) - at)
-                continue
-            raise DataError(f"{path}: record {number + 1}: not valid JSON: {error}") from None
-        needed = 1
-        batch.add(number, *text_of(value, options.key))
-        number += 1
-        if batch.is_full:
-            yield batch.take()
-    yield batch.take()
-
-
-class Batch:
+class TextBatch:
     """Collects texts to a block of bounded size."""
 
     def __init__(self, path: str):
@@ -342,80 +199,9 @@ class Batch:
     def is_full(self) -> bool:
         return self.size >= BLOCK_BYTES or len(self.bad) >= 10_000
 
-    def take(self) -> Block:
+    def take(self) -> TextBlock:
         count = len(self.texts) + len(self.bad)
-        block = Block(self.texts, np.array(self.records, np.int64), self.first, self.bad, count, self.path)
+        block = TextBlock(self.texts, np.array(self.records, np.int64), self.first, self.bad, count, self.path)
         self.first += count
         self._clear()
         return block
-
-
-def open_parquet(path: str, key: str) -> Any:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.ParquetFile(open_raw(path) if is_url(path) else path, memory_map=not is_url(path))
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a readable parquet file: {error}") from None
-    names = table.schema_arrow.names
-    if key not in names:
-        raise DataError(f"{path}: no column {key!r} (columns: {', '.join(names[:8])})")
-    kind = table.schema_arrow.field(key).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)):
-        raise DataError(f"{path}: column {key!r} holds {kind}, not text")
-    return table
-
-
-def read_batches(path: str, options: ReadOptions, groups: range | None = None, first: int = 0) -> Iterator[Block]:
-    """The texts of a parquet column, or of some row groups of it; `first` is the number of their first row."""
-    import pyarrow as pa
-
-    table = open_parquet(path, options.key)
-    wanted = groups if groups is not None else range(table.num_row_groups)
-    size = sum(column_bytes(table, group, options.key) for group in wanted)
-    rows = sum(table.metadata.row_group(group).num_rows for group in wanted)
-    at_once = max(1, min(1 << 16, BLOCK_BYTES * rows // max(size, 1)))
-    try:
-        for batch in table.iter_batches(at_once, row_groups=list(wanted), columns=[options.key], use_threads=False):
-            column = batch.column(0)
-            yield _column_block(column, first, path)
-            first += len(column)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: damaged after row {first:,}: {error}") from None
-
-
-def _column_block(column: Any, first: int, path: str) -> Block:
-    """Texts straight out of Arrow's memory: as Python strings they would be copied and encoded once more."""
-    import pyarrow as pa
-
-    whole = column.cast(pa.large_string())
-    _, offsets, data = whole.buffers()
-    ends = np.frombuffer(offsets, np.int64, len(whole) + 1, 8 * whole.offset)
-    text = memoryview(data)[ends[0] : ends[-1]].tobytes() if data is not None else b""
-    texts = [text[a:b] for a, b in pairwise((ends - ends[0]).tolist())]
-    wrong: dict[int, str] = {}
-    try:
-        whole.validate(full=True)
-    except pa.ArrowInvalid:
-        for row, value in enumerate(texts):
-            try:
-                value.decode()
-            except UnicodeDecodeError as error:
-                wrong[row] = f"invalid UTF-8 at byte {error.start + 1}"
-    if whole.null_count:
-        wrong |= dict.fromkeys(np.flatnonzero(whole.is_null().to_numpy(False)).tolist(), "null, not text")
-    if not wrong:
-        return Block(texts, None, first, [], len(whole), path)
-    right = [row for row in range(len(texts)) if row not in wrong]
-    bad = [(first + row, wrong[row]) for row in sorted(wrong)]
-    return Block([texts[row] for row in right], np.array(right, np.int64) + first, first, bad, len(whole), path)
-
-
-def column_bytes(table: Any, group: int, name: str) -> int:
-    """Bytes of a column in a row group. Nested columns come first or last, so it is looked up by name."""
-    row_group = table.metadata.row_group(group)
-    for index in range(row_group.num_columns):
-        if row_group.column(index).path_in_schema == name:
-            return int(row_group.column(index).total_uncompressed_size)
-    return int(row_group.total_byte_size)

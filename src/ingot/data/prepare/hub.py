@@ -8,15 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ingot.data.prepare.documents import BLOCK_BYTES, Batch, Block, text_of
-from ingot.data.prepare.input_files import HUB, ReadOptions
+from ingot.data.prepare.documents import BLOCK_BYTES, TextBatch, TextBlock, text_of
+from ingot.data.prepare.input_files import HUB
+from ingot.data.prepare.options import PrepareOptions
 from ingot.errors import DataError, MissingExtra
 
 _RETRIES = 8
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 120.0
 
 
-def read_hub(url: str, options: ReadOptions) -> Iterator[Block]:
+def read_hub(url: str, options: PrepareOptions) -> Iterator[TextBlock]:
     """The documents of a data set named by `hub_source`, in blocks."""
     dataset, _, rest = url.removeprefix(HUB).partition("?")
     subset, _, split = rest.partition("#")
@@ -26,11 +27,11 @@ def read_hub(url: str, options: ReadOptions) -> Iterator[Block]:
 def read_records(
     open_at: Callable[[int], Iterator[dict[str, Any]]],
     name: str,
-    options: ReadOptions,
+    options: PrepareOptions,
     pause: Callable[[float], None] = time.sleep,
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """Blocks of the records of a stream that can be opened behind its first n records, and may break at any of them."""
-    batch = Batch(name)
+    batch = TextBatch(name)
     done = failures = 0
     while True:
         try:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ingot.data.prepare.options import PrepareOptions
 from ingot.errors import DataError
-from ingot.storage.object_store import NotThere, Remote
+from ingot.storage.object_store import Remote, RemoteFile, is_url
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
 FORMATS = {f".{name}": name for name in ("jsonl", "json", "parquet", "csv")}
@@ -25,16 +26,6 @@ FORMATS |= {".ndjson": "jsonl", ".txt": "text", ".tsv": "csv"}
 READ_BYTES = 1 << 20
 HUB = "hf://"
 _BOMB_FREE = 1 << 26  # output below this is never called a bomb
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How documents are taken out of files."""
-
-    key: str = "text"  # field, column
-    max_document_bytes: int = 1 << 26
-    max_expansion: int = 200  # times its size that a compressed file may grow to
-    skip_bad: bool = False  # whether records that are no documents are left out; else they are an error
 
 
 @dataclass(frozen=True)
@@ -122,11 +113,6 @@ def hub_source(dataset: str, subset: str | None, split: str) -> str:
     return f"{HUB}{dataset}?{subset or ''}#{folder}"
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is in an object store or on a web server."""
-    return "://" in path
-
-
 def _find_remote(url: str, skipped: list[str]) -> list[SourceFile]:
     """One object, or those right below a folder that match a pattern or have a known suffix; adds the others there to
     `skipped`."""
@@ -150,44 +136,10 @@ def _find_remote(url: str, skipped: list[str]) -> list[SourceFile]:
     return found
 
 
-class _RemoteFile(io.RawIOBase):
-    """An object as a file: every read is a request for a range, tried again when it fails."""
-
-    def __init__(self, url: str):
-        folder, _, self.object = url.rpartition("/")
-        self.remote = Remote(folder)
-        size = self.remote.size(self.object)
-        if size is None:
-            raise DataError(f"{url}: no longer there")
-        self.size, self.at = size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), self.size - self.at)
-        if count <= 0:
-            return 0
-        try:
-            data = self.remote.retry(self.object, lambda: b"".join(self.remote.stream(self.object, self.at, count)))
-        except NotThere:
-            raise DataError(f"{self.remote.url}/{self.object}: gone while it was read") from None
-        buffer[: len(data)] = data
-        self.at += len(data)
-        return len(data)
-
-
 def open_raw(path: str) -> IO[bytes]:
     """A file's bytes as they are stored."""
     if is_url(path):
-        return io.BufferedReader(_RemoteFile(path), 8 << 20)
+        return io.BufferedReader(RemoteFile(path), 8 << 20)
     return open(path, "rb")
 
 
@@ -211,7 +163,7 @@ def is_lines(file: SourceFile) -> bool:
     if file.format != "json":
         return file.format == "jsonl"
     try:
-        with open_file(file, ReadOptions()) as stream:
+        with open_file(file, PrepareOptions()) as stream:
             return starts_with_line_of_json(stream.read(READ_BYTES))
     except OSError as error:
         raise DataError(f"{file.path}: cannot be read: {error.strerror or error}") from None
@@ -259,7 +211,7 @@ class Guarded(io.RawIOBase):
         super().close()
 
 
-def open_file(file: SourceFile, options: ReadOptions) -> IO[bytes]:
+def open_file(file: SourceFile, options: PrepareOptions) -> IO[bytes]:
     """A file's bytes, decompressed."""
     try:
         source: Any = open_raw(file.path)
@@ -278,6 +230,6 @@ def open_file(file: SourceFile, options: ReadOptions) -> IO[bytes]:
     return io.BufferedReader(Guarded(stream, source, file.path, expansion_limit(file, options)), READ_BYTES)
 
 
-def expansion_limit(file: SourceFile, options: ReadOptions) -> int:
+def expansion_limit(file: SourceFile, options: PrepareOptions) -> int:
     """Bytes beyond which the contents of a compressed file are taken for a decompression bomb."""
     return max(_BOMB_FREE, file.size * options.max_expansion)

@@ -6,8 +6,10 @@ jsonl file, some row groups of a parquet file, a group of small files. A large c
 read once, and handed out in blocks of whole lines (or of texts), each a piece of its own.
 """
 
+import io
 import json
 import struct
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
@@ -15,9 +17,22 @@ from typing import IO
 import numpy as np
 
 from ingot.data.prepare import documents
-from ingot.data.prepare.documents import Block
+from ingot.data.prepare.documents import TextBlock
 from ingot.data.prepare.hub import read_hub
-from ingot.data.prepare.input_files import Guarded, ReadOptions, SourceFile, is_lines, open_file, open_raw
+from ingot.data.prepare.input_files import (
+    READ_BYTES,
+    Guarded,
+    SourceFile,
+    expansion_limit,
+    format_of,
+    is_lines,
+    is_readable_member,
+    open_file,
+    open_raw,
+    starts_with_line_of_json,
+)
+from ingot.data.prepare.options import PrepareOptions
+from ingot.data.prepare.table_readers import column_bytes, open_parquet, read_batches, read_csv, read_json_values
 from ingot.errors import DataError
 
 PIECE_BYTES = documents.BLOCK_BYTES
@@ -36,7 +51,9 @@ class Piece:
     first_record: int = 0  # number of the first line or row of a block, from 0
 
 
-def plan_pieces(files: Sequence[SourceFile], whole_files: bool, options: ReadOptions) -> Iterator[tuple[Piece, bytes]]:
+def plan_pieces(
+    files: Sequence[SourceFile], whole_files: bool, options: PrepareOptions
+) -> Iterator[tuple[Piece, bytes]]:
     """The pieces of the input in order, each with the bytes handed over (empty if the worker reads by itself).
 
     whole_files: leave even large compressed files to one worker each, which is better when there are many of them.
@@ -77,7 +94,9 @@ def plan_pieces(files: Sequence[SourceFile], whole_files: bool, options: ReadOpt
     yield from flush()
 
 
-def read_piece(piece: Piece, handed: bytes, options: ReadOptions, find_cut: documents.FindCut) -> Iterator[Block]:
+def read_piece(
+    piece: Piece, handed: bytes, options: PrepareOptions, find_cut: documents.FindCut
+) -> Iterator[TextBlock]:
     """The documents of a piece, in blocks of bounded size. `find_cut` says where a huge text may be cut."""
     path = piece.files[0].path
     if piece.how == "range":
@@ -87,13 +106,67 @@ def read_piece(piece: Piece, handed: bytes, options: ReadOptions, find_cut: docu
     elif piece.how == "texts":
         yield unpack_block(handed)
     elif piece.how == "groups":
-        yield from documents.read_batches(path, options, range(piece.start, piece.end), piece.first_record)
+        yield from read_batches(path, options, range(piece.start, piece.end), piece.first_record)
     else:
         for file in piece.files:
-            yield from documents.read_file(file, options, find_cut)
+            yield from read_file(file, options, find_cut)
 
 
-def pack_block(block: Block) -> bytes:
+def read_file(file: SourceFile, options: PrepareOptions, find_cut: documents.FindCut) -> Iterator[TextBlock]:
+    if file.format == "zip":
+        yield from _read_zip(file, options, find_cut)
+    elif file.format == "parquet" and file.compression is None:
+        yield from read_batches(file.path, options)
+    else:
+        with open_file(file, options) as stream:
+            yield from _read_stream(stream, file.format, file.path, options, find_cut)
+
+
+def _read_stream(
+    stream: IO[bytes], kind: str, path: str, options: PrepareOptions, find_cut: documents.FindCut
+) -> Iterator[TextBlock]:
+    if kind == "text":
+        yield from documents.read_text(stream, path, options, find_cut)
+    elif kind == "csv":
+        yield from read_csv(stream, path, options)
+    elif kind == "parquet":
+        raise DataError(f"{path}: parquet inside a compressed file cannot be read; unpack it first")
+    else:
+        head = stream.peek(READ_BYTES) if hasattr(stream, "peek") else b""
+        if kind == "jsonl" or starts_with_line_of_json(head):
+            first = 0
+            for lines in documents.cut_lines(stream, options):
+                block = documents.jsonl_block(lines, first, path, options)
+                first += block.record_count
+                yield block
+        else:
+            yield from read_json_values(stream, path, options)
+
+
+def _read_zip(file: SourceFile, options: PrepareOptions, find_cut: documents.FindCut) -> Iterator[TextBlock]:
+    try:
+        archive = zipfile.ZipFile(open_raw(file.path))
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{file.path}: not a readable zip archive, perhaps cut short: {error}") from None
+    limit = expansion_limit(file, options)
+    with archive:
+        members = sorted((m for m in archive.infolist() if not m.is_dir()), key=lambda m: m.filename)
+        for member in members:
+            kind = format_of(member.filename)
+            if kind is None or not is_readable_member(member.filename):
+                continue
+            name = f"{file.path}:{member.filename}"
+            try:
+                raw = archive.open(member)
+            except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError) as error:
+                raise DataError(f"{name}: cannot be read from the archive: {error}") from None
+            guarded = Guarded(raw, raw, name, limit)
+            with io.BufferedReader(guarded, READ_BYTES) as stream:
+                yield from _read_stream(stream, kind[0], name, options, find_cut)
+            limit -= guarded.done
+
+
+def pack_block(block: TextBlock) -> bytes:
     """A block as bytes that travel to a worker: a JSON head, lengths, UTF-8."""
     records = None if block.records is None else block.records.tolist()
     head = json.dumps([records, block.first_record, block.bad, block.record_count, block.path]).encode()
@@ -101,7 +174,7 @@ def pack_block(block: Block) -> bytes:
     return b"".join((struct.pack("<II", len(head), len(block.texts)), head, lengths, *block.texts))
 
 
-def unpack_block(data: bytes) -> Block:
+def unpack_block(data: bytes) -> TextBlock:
     """The block of `pack_block`."""
     head_size, count = struct.unpack_from("<II", data)
     records, first_record, bad, record_count, path = json.loads(data[8 : 8 + head_size])
@@ -110,10 +183,10 @@ def unpack_block(data: bytes) -> Block:
     ends = (np.cumsum(lengths, dtype=np.int64) + begin).tolist()
     texts = [data[a:b] for a, b in zip([begin, *ends[:-1]], ends, strict=True)] if count else []
     records = None if records is None else np.array(records, dtype=np.int64)
-    return Block(texts, records, first_record, [tuple(entry) for entry in bad], record_count, path)
+    return TextBlock(texts, records, first_record, [tuple(entry) for entry in bad], record_count, path)
 
 
-def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
+def _read_range(piece: Piece, options: PrepareOptions) -> Iterator[TextBlock]:
     """The lines that start within a byte range."""
     path = piece.files[0].path
     try:
@@ -133,17 +206,17 @@ def _read_range(piece: Piece, options: ReadOptions) -> Iterator[Block]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     block = documents.jsonl_block(data, 0, path, options)
     if block.bad and start:  # only now is it worth knowing on which line the range begins
-        if start < _COUNTED_BYTES or not options.skip_bad:
+        if start < _COUNTED_BYTES or options.on_error != "skip":
             block = documents.jsonl_block(data, documents.count_lines(path, start), path, options)
         else:
             block.path = f"{path} (from byte {start:,})"
     yield block
 
 
-def _parquet_pieces(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece, bytes]]:
+def _parquet_pieces(file: SourceFile, options: PrepareOptions) -> Iterator[tuple[Piece, bytes]]:
     """Row groups, several small ones together; a file of one huge row group is handed over in blocks."""
-    table = documents.open_parquet(file.path, options.key)
-    sizes = [documents.column_bytes(table, group, options.key) for group in range(table.num_row_groups)]
+    table = open_parquet(file.path, options.key)
+    sizes = [column_bytes(table, group, options.key) for group in range(table.num_row_groups)]
     if max(sizes, default=0) > 4 * PIECE_BYTES:
         yield from _handed_over(file, options)
         return
@@ -157,11 +230,11 @@ def _parquet_pieces(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Pi
             start, weight = group + 1, 0
 
 
-def _handed_over(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece, bytes]]:
+def _handed_over(file: SourceFile, options: PrepareOptions) -> Iterator[tuple[Piece, bytes]]:
     """Blocks of a file that only one process can read, cut without looking into them where lines allow it."""
     done = 0
     if file.format == "parquet":
-        for block in documents.read_batches(file.path, options):
+        for block in read_batches(file.path, options):
             yield Piece("texts", (file,), size=sum(map(len, block.texts)) // 2), pack_block(block)
     elif is_lines(file):
         first = 0
@@ -172,7 +245,7 @@ def _handed_over(file: SourceFile, options: ReadOptions) -> Iterator[tuple[Piece
                 first += documents.newlines(lines)
     else:
         with open_file(file, options) as stream:
-            for block in documents.read_stream(stream, file.format, file.path, options, lambda text, low, high: None):
+            for block in _read_stream(stream, file.format, file.path, options, lambda text, low, high: None):
                 before, done = done, _position(stream)
                 yield Piece("texts", (file,), size=done - before), pack_block(block)
 

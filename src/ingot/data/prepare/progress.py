@@ -4,7 +4,9 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def follow(what: str, items: Sequence[T], size: Callable[[T], int] = lambda item
             print(f"{what}: {done / total:.0%}", end=end, file=sys.stderr, flush=True)
 
 
-class Reporter:
+class PrepareProgress:
     """How far a preparation is: counts what workers report, and shows it. Safe to call from several threads."""
 
     def __init__(self, show: Callable[[str], None] | None = None):
@@ -47,29 +49,22 @@ class Reporter:
     def start(self, total: int, resumed: int = 0) -> None:
         """Begin to count; total: bytes of all input files."""
         self.total, self.done, self.skipped = max(total, 1), 0, 0
-        self.documents = self.tokens = self.text = 0
+        self.counts: Counter[str] = Counter()
         self.began = self.last_line = time.monotonic()
         if resumed:
             self.say(f"continuing: {resumed} pieces are already done")
 
     def advance(self, counts: dict[str, int]) -> None:
-        """Some documents were encoded."""
+        """Some documents were encoded: how many, and their bytes and units."""
         with self._lock:
-            self.documents += counts["documents"]
-            self.tokens += counts["units"]
-            self.text += counts["bytes"]
+            self.counts.update(counts)
         self.refresh()
 
-    def consumed(self, size: int) -> None:
-        """So many bytes of input files are finished."""
+    def consumed(self, size: int, earlier: bool = False) -> None:
+        """So many bytes of input files are finished, by this run or an earlier one."""
         with self._lock:
             self.done += size
-
-    def skip(self, size: int) -> None:
-        """Input that an earlier run had finished."""
-        with self._lock:
-            self.done += size
-            self.skipped += size
+            self.skipped += size if earlier else 0
 
     def refresh(self) -> None:
         """Show the state, if it is time."""
@@ -91,27 +86,20 @@ class Reporter:
 
     def _rates(self, now: float) -> str:
         seconds = max(now - self.began, 1e-6)
-        fresh = self.done - self.skipped
-        left = (self.total - self.done) * seconds / fresh if fresh > 0 else None
-        eta = f", {_duration(left)} left" if left is not None else ""
-        return (
-            f"{self.documents / seconds:,.0f} docs/s, {self.text / seconds / 1e6:,.1f} MB/s, "
-            f"{self.tokens / seconds / 1e6:,.2f} M tokens/s{eta}"
-        )
+        rates = {what: count / seconds for what, count in self.counts.items()}
+        text = f"{rates.get('documents', 0):,.0f} docs/s, {rates.get('bytes', 0) / 1e6:,.1f} MB/s, "
+        text += f"{rates.get('units', 0) / 1e6:,.2f} M tokens/s"
+        if (fresh := self.done - self.skipped) > 0:
+            text += f", {timedelta(seconds=int((self.total - self.done) * seconds / fresh))} left"
+        return text
 
     def _draw(self, now: float) -> None:
         if self._bar is None:
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-            columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TextColumn("{task.description}"))
+            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("", total=self.total)
             self._bar.start()
         self._bar.update(self._task, completed=min(self.done, self.total), description=self._rates(now))
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}min" if hours else f"{minutes}min {rest:02}s" if minutes else f"{rest}s"

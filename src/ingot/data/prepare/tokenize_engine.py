@@ -56,7 +56,7 @@ class Engine:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Hugging Face's, which many inputs never need beside the fast one."""
+        """Hugging Face's, which many inputs never need next to the fast one."""
         return parse_tokenizer(self.rules.json)
 
     def encode(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +151,7 @@ class Engine:
 
 
 def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
-    """The fastest engine that gives Hugging Face's ids, or the one asked for (`gigatoken`, `hf`)."""
+    """The fastest engine with Hugging Face's ids, or the one asked for (`gigatoken`, `hf`)."""
     return pick_engine(Rules.of(tokenizer), wanted)
 
 
@@ -176,7 +176,7 @@ def pick_engine(rules: Rules, wanted: str) -> Engine:
         wrong = [text for (text, expected), got in zip(known, found, strict=True) if got.tolist() != expected]
         if not wrong:
             return engine
-        reason = f"gigatoken gives other ids than Hugging Face, for example for {wrong[0][:40]!r}"
+        reason = f"gigatoken returns other ids than Hugging Face, for example for {wrong[0][:40]!r}"
     if wanted == "gigatoken":
         raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
     return Engine(rules, "hf", reason)

@@ -20,8 +20,8 @@ import xxhash
 
 from ingot.data.formats import mds_writer as mds
 from ingot.data.formats.indexed_writer import copy_into
-from ingot.data.prepare.documents import Block
-from ingot.data.prepare.input_files import ReadOptions, SourceFile
+from ingot.data.prepare.documents import TextBlock
+from ingot.data.prepare.input_files import SourceFile
 from ingot.data.prepare.packing import PackingPlan, part_paths
 from ingot.data.prepare.pieces import Piece, read_piece
 from ingot.data.prepare.pool import Progress, receive, send
@@ -97,17 +97,17 @@ class TokenizeWorker:
             before, after = before if starts else [], after if ends else []
         return frame(ids, lengths, before, after, self.dtype)
 
-    def _note_bad(self, block: Block, stats: dict[str, Any]) -> None:
+    def _note_bad(self, block: TextBlock, stats: dict[str, Any]) -> None:
         for record, problem in block.bad:
             where = f"{block.path}:{record + 1}" if block.record_count > 1 or record else block.path
-            if not self.plan.options.skip_bad:
+            if self.plan.options.on_error == "stop":
                 raise DataError(f"{where}: {problem}; correct it, or leave such records out with on_error=skip")
             if len(stats["bad"]) < LONGEST:
                 stats["bad"].append(f"{where}: {problem}")
         stats["skipped"] += len(block.bad)
 
     def _note(
-        self, block: Block, lengths: np.ndarray, values: Any, size: int, piece: Piece, stats: dict[str, Any]
+        self, block: TextBlock, lengths: np.ndarray, values: Any, size: int, piece: Piece, stats: dict[str, Any]
     ) -> None:
         stats["documents"] += len(lengths)
         stats["empty"] += int(np.count_nonzero(lengths == 0))
@@ -127,7 +127,7 @@ class TokenizeWorker:
     def shard(self, number: int, parts: Sequence[Sequence[int]], irregular: bytes) -> dict[str, Any]:
         """Write one shard from ranges [start, end) of parts; `irregular` holds sample starts, or lengths of texts."""
         folder = self.folder / "shards"
-        if self.plan.format == "indexed":
+        if self.plan.options.format == "indexed":
             ((part, offset, _),) = parts
             copy_into(folder / "tokens.bin", offset * self.dtype.itemsize, part_paths(self.folder, part)[0])
             return {}
@@ -148,7 +148,7 @@ class TokenizeWorker:
 
     def _samples(self, parts: Sequence[Sequence[int]], irregular: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each sample starts and ends in the parts, and its bytes in the shard; int64 [samples] each."""
-        length = self.plan.concat_tokens
+        length = self.plan.options.concat_tokens
         if self.engine is None:
             lengths = np.frombuffer(irregular, dtype=np.int64)
             ends = np.cumsum(lengths)
@@ -165,7 +165,7 @@ class TokenizeWorker:
         return starts, ends, np.array([known[n] for n in (ends - starts).tolist()], dtype=np.int64)
 
     def _body(self, parts: Sequence[Sequence[int]], starts: np.ndarray, ends: np.ndarray) -> bytes:
-        """Some samples as they stand in the shard."""
+        """Some samples as they are stored in the shard."""
         stream = self._read_parts(parts, int(starts[0]), int(ends[-1]))
         lengths = ends - starts
         if self.engine is not None and (lengths == lengths[0]).all() and (starts[1:] == ends[:-1]).all():
@@ -226,7 +226,7 @@ def frame(
     return framed, new_lengths
 
 
-def _location(block: Block, index: int, piece: Piece) -> str:
+def _location(block: TextBlock, index: int, piece: Piece) -> str:
     if piece.how == "range":
         return f"{block.path} (bytes {piece.start:,} to {piece.end:,})" if piece.start else f"{block.path}:{index + 1}"
     record = int(block.records[index]) if block.records is not None else block.first_record + index
@@ -279,18 +279,19 @@ def _serve(connection: socket.socket, engine: Engine | None) -> None:
             head, blob = request
             del request
             if "plan" in head:
-                plan = PackingPlan(**{**head["plan"], "options": ReadOptions(**head["plan"]["options"])})
-                worker = TokenizeWorker(plan, Path(head["folder"]), engine)
+                worker = TokenizeWorker(PackingPlan.model_validate(head["plan"]), Path(head["folder"]), engine)
                 send(stream, {"pid": os.getpid()})
                 continue
             assert worker is not None
-            done = worker.run(head, blob, lambda counts: send(stream, {"progress": counts}))
+            try:
+                done = worker.run(head, blob, lambda counts: send(stream, {"progress": counts}))
+            except IngotError as error:
+                send(stream, {"error": str(error), "kind": type(error).__name__})
+            else:
+                send(stream, {"done": done})
             blob = b""
-            send(stream, {"done": done})
-    except IngotError as error:
-        send(stream, {"error": str(error), "kind": type(error).__name__})
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the caller is gone
+        pass  # the caller has ended
     except BaseException:
         sys.excepthook(*sys.exc_info())
     os._exit(0)  # without the clean-up of an interpreter, which takes a tenth of a second

@@ -1,8 +1,8 @@
-"""The speed of this node's devices and of the network between the nodes, measured in processes of their own: what
-crashes or hangs there can be killed, and the launcher itself stays free of torch.
+"""The speed of this node's devices and of the network between nodes, measured in separate processes: one that crashes
+or hangs can be killed, and the launcher itself does not load torch.
 
-A process (`python -m ingot.launch.preflight.allreduce_probe`) imports torch, multiplies matrices and says so; then it
-waits for a line that names its group, does the all-reduce with it, and says how fast that was.
+A process (`python -m ingot.launch.preflight.allreduce_probe`) imports torch, multiplies matrices and reports the speed;
+then it waits for a line that names its group, does the all-reduce with it, and reports how fast that was.
 """
 
 import json
@@ -42,7 +42,7 @@ class Probe:
         return int(self.listener.getsockname()[1])
 
     def listen(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
-        """The next line of each process, or why one does not come."""
+        """The next line of each process, or why there is none."""
         end = time.monotonic() + seconds
         found: list[dict[str, Any]] = []
         with selectors.DefaultSelector() as selector:
@@ -69,7 +69,7 @@ class Probe:
                 process.stdin.write(json.dumps(order | {"seconds": seconds}) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                pass  # it has ended; `listen` says why
+                pass  # it has ended; `listen` returns why
 
     def end(self) -> None:
         self.listener.close()
@@ -108,7 +108,7 @@ def main(local_rank: int, gpus: int, descriptor: int) -> None:
     seconds = (time.perf_counter() - begin) / REPEATS
     moved = 2 * (order["world"] - 1) / order["world"] * values.nbytes  # bytes through each link: "bus bandwidth"
     print(json.dumps({"gb_s": moved / seconds / 1e9}), flush=True)
-    sys.stdin.read()  # until killed: who leaves early may break the others' connection, and taking it down may hang
+    sys.stdin.read()  # until killed: leaving early may break the others' connections, and closing them may hang
 
 
 def _multiply(device: Any) -> float:

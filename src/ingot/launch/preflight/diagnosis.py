@@ -1,19 +1,22 @@
-"""Which node is to blame: pure functions of what all nodes reported, so that all of them come to the same answer.
+"""Which nodes are at fault: pure functions of what all nodes reported, so that all nodes come to the same answer.
 
-A check that fails on some nodes is theirs; one that fails on all of them is the user's or the site's, and no other
-nodes would help. Where nodes differ, the majority is right, and the first node where there is none.
+A check that fails on some nodes is theirs; one that fails on all of them is the user's or the site's, and other nodes
+would not help. Where nodes differ, the majority is right, or the first node where there is none.
 """
 
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
+from ingot.launch.supervisor.failure import FINAL_KINDS
 
 CLOCK_WARN, CLOCK_FAIL = 1.0, 20.0  # seconds
 SLOW = 0.9  # of the median's speed
-PATIENT_ROUNDS = 6  # of the search for the node that spoils an all-reduce
-OWN = ("config", "data")  # checks whose sentence says all
-PASSING = ("disk", "port")  # what may be gone at the next attempt
+MAX_ROUNDS = 6  # of the search for the node that breaks an all-reduce
+INPUT_CHECKS = ("config", "data")  # of what the user wrote, the same on all nodes
+TRANSIENT_CHECKS = ("disk", "port")  # what may have passed by the next attempt
 
 Group = tuple[str, ...]
 
@@ -24,36 +27,55 @@ class Problem:
 
     message: str
     host: str = ""
-    """The node to blame; empty if it is none's own."""
+    """The node at fault; empty if no single node is."""
     kind: str = "machine"
     """machine, or one that would fail again: user, data."""
-    leave_out: bool = True
-    """Whether the next attempt goes without the node."""
+    exclude: bool = True
+    """Whether the next attempt runs without the node."""
+
+
+@dataclass
+class PreflightResult:
+    """What the checks found, and all nodes follow."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Measurements and warnings."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code, if there are problems."""
+        return EXIT_USER_ERROR if any(problem.kind in FINAL_KINDS for problem in self.problems) else EXIT_FAULT
+
+    @property
+    def bad_nodes(self) -> list[str]:
+        """Nodes that the next attempt runs without."""
+        return list(dict.fromkeys(p.host for p in self.problems if p.host and p.exclude))
 
 
 def failed_checks(checks: Mapping[str, Mapping[str, str]]) -> list[Problem]:
-    """What the nodes found about themselves: node -> check -> sentence."""
+    """Problems that the nodes found in themselves: node -> check -> sentence."""
     problems = []
     for check in dict.fromkeys(check for found in checks.values() for check in found):
         hosts = [host for host in checks if check in checks[host]]
         sentence = checks[hosts[0]][check]
         everywhere = len(hosts) == len(checks)
-        if everywhere and check in OWN:
+        if everywhere and check in INPUT_CHECKS:
             problems.append(Problem(sentence, kind="data" if check == "data" else "user"))
         elif everywhere and len(hosts) > 1:
-            problems.append(Problem(f"every node: {sentence}", kind="machine" if check in PASSING else "user"))
+            problems.append(Problem(f"every node: {sentence}", kind="machine" if check in TRANSIENT_CHECKS else "user"))
         else:
-            problems += [Problem(f"{h}: {checks[h][check]}", h, leave_out=check != "port") for h in hosts]
+            problems += [Problem(f"{h}: {checks[h][check]}", h, exclude=check != "port") for h in hosts]
     return problems
 
 
-def deviants(common: Mapping[str, Mapping[str, str]]) -> list[Problem]:
-    """Nodes that differ in what must be the same: node -> what -> value."""
+def nodes_that_differ(common: Mapping[str, Mapping[str, str]]) -> list[Problem]:
+    """Nodes that differ in what must be the same: node -> name -> value."""
     problems = []
-    for what in dict.fromkeys(key for values in common.values() for key in values):
-        values = {host: found.get(what, "not set") for host, found in common.items()}
+    for name in dict.fromkeys(key for values in common.values() for key in values):
+        values = {host: found.get(name, "not set") for host, found in common.items()}
         usual = Counter(values.values()).most_common(1)[0][0]  # of several, the first node's
-        problems += [Problem(f"{host}: {what} is {value} here and {usual} elsewhere", host)
+        problems += [Problem(f"{host}: {name} is {value} here and {usual} elsewhere", host)
                      for host, value in values.items() if value != usual]  # fmt: skip
     return problems
 
@@ -61,9 +83,9 @@ def deviants(common: Mapping[str, Mapping[str, str]]) -> list[Problem]:
 def clock_offsets(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> dict[str, float]:
     """How far each node's clock is ahead of the usual one, in seconds.
 
-    `seen` has, for each node and each other: its own clock when it saw the other's report less the time in the report,
-    and whether it was already looking when the report came. If so, that is the difference of the clocks; if neither of
-    two was, they wrote at the same moment.
+    `seen` has, for each node and each other: its own clock when it saw the other's report minus the time in the report,
+    and whether it was already waiting when the report came. If so, that is the difference of the clocks; if neither of
+    two nodes was waiting, they wrote at the same moment.
     """
     first, *others = seen
     ahead = {first: 0.0}
@@ -75,16 +97,16 @@ def clock_offsets(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> dict[
     return {host: value - usual for host, value in ahead.items()}
 
 
-def wrong_clocks(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> tuple[list[Problem], list[str]]:
-    """Clocks that are off, and sentences on those that are only a little."""
-    problems, notes = [], []
+def wrong_clocks(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> PreflightResult:
+    """Clocks that are off, and notes on those that are slightly off."""
+    result = PreflightResult()
     for host, seconds in clock_offsets(seen).items():
         sentence = f"{host}: the clock is {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}; start chrony"
         if abs(seconds) >= CLOCK_FAIL:
-            problems.append(Problem(sentence, host))
+            result.problems.append(Problem(sentence, host))
         elif abs(seconds) >= CLOCK_WARN:
-            notes.append(sentence)
-    return problems, notes
+            result.notes.append(sentence)
+    return result
 
 
 def slow_devices(speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
@@ -93,23 +115,23 @@ def slow_devices(speeds: Mapping[str, Sequence[float]]) -> dict[str, str]:
     if len(values) < 4:
         return {}
     median = statistics.median(values)
-    spread = statistics.median(abs(value - median) for value in values)
+    deviation = statistics.median(abs(value - median) for value in values)
     return {
-        host: f"{host}: device {index} computes {speed:.3g} TFLOP/s where {median:.3g} are usual"
+        host: f"{host}: device {index} computes {speed:.3g} TFLOP/s where {median:.3g} is usual"
         for host, found in speeds.items()
         for index, speed in enumerate(found)
-        if speed < SLOW * median and 0.6745 * (median - speed) > 3 * spread
+        if speed < SLOW * median and 0.6745 * (median - speed) > 3 * deviation
     }
 
 
-def sort_out(rounds: Sequence[Mapping[Group, bool]]) -> tuple[set[str], set[str]]:
-    """Good and bad nodes, after all-reduces of groups; the first round was that of all nodes."""
+def classify_nodes(rounds: Sequence[Mapping[Group, bool]]) -> tuple[set[str], set[str]]:
+    """Good and bad nodes, after all-reduces of groups; the first round was of all nodes."""
     good: set[str] = set()
     bad: set[str] = set()
     for groups in rounds[1:]:
         known = set(good)
         for group, passed in groups.items():
-            if passed and len(group) > 1:  # alone, a node proves nothing about its network
+            if passed and len(group) > 1:  # a node alone proves nothing about its network
                 good |= set(group)
             elif not passed and len(unknown := set(group) - known) == 1:
                 bad |= unknown
@@ -117,29 +139,29 @@ def sort_out(rounds: Sequence[Mapping[Group, bool]]) -> tuple[set[str], set[str]
 
 
 def next_groups(hosts: Sequence[str], rounds: Sequence[Mapping[Group, bool]]) -> list[Group]:
-    """Who is to try next, after an all-reduce of all nodes has failed; empty when there is no more to learn.
+    """Groups to test next, after an all-reduce of all nodes has failed; empty when there is no more to learn.
 
-    Pairs, all at once: three rounds mostly suffice for any number of nodes, where halving takes one per doubling. Who
-    is in a pair that works is good; who fails beside a good one is bad.
+    Pairs, all at once: three rounds mostly suffice for any number of nodes, where halving takes one per doubling. A
+    node in a pair that works is good; one that fails together with a good node is bad.
     """
     if len(hosts) < 3:
         return [(host,) for host in hosts] if len(rounds) == 1 else []
-    good, bad = sort_out(rounds)
+    good, bad = classify_nodes(rounds)
     unknown = [host for host in hosts if host not in good | bad]
-    if not unknown or len(rounds) > PATIENT_ROUNDS:
+    if not unknown or len(rounds) > MAX_ROUNDS:
         return []
     if good:
         return list(zip(unknown, [host for host in hosts if host in good], strict=False))
-    ring = unknown + [""] * (len(unknown) % 2)  # everybody against everybody, in turn
+    ring = unknown + [""] * (len(unknown) % 2)  # round robin: each node meets each other in turn
     turn = (len(rounds) - 1) % (len(ring) - 1)
     ring = [ring[0], *ring[1 + turn :], *ring[1 : 1 + turn]]
     pairs = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)
     return [tuple(host for host in pair if host) for pair in pairs]
 
 
-def spoilers(hosts: Sequence[str], rounds: Sequence[Mapping[Group, bool]], reason: str) -> list[Problem]:
-    """Who spoils the all-reduce, once the search has ended."""
-    good, bad = sort_out(rounds)
+def failing_nodes(hosts: Sequence[str], rounds: Sequence[Mapping[Group, bool]], reason: str) -> list[Problem]:
+    """The nodes that break the all-reduce, once the search has ended."""
+    good, bad = classify_nodes(rounds)
     if len(hosts) == 1:
         return [Problem(f"{hosts[0]}: the all-reduce fails: {reason}", hosts[0])]
     if bad:
@@ -147,6 +169,6 @@ def spoilers(hosts: Sequence[str], rounds: Sequence[Mapping[Group, bool]], reaso
                 for host in hosts if host in bad]  # fmt: skip
     unknown = [host for host in hosts if host not in good]
     if not unknown:
-        return [Problem(f"the all-reduce of {len(hosts)} nodes fails, though any two of them can do it: {reason}")]
-    return [Problem(f"the all-reduce of {' and '.join(unknown)} fails, and which node is to blame cannot be told; "
-                    f"{unknown[-1]} is left out: {reason}", unknown[-1])]  # fmt: skip
+        return [Problem(f"the all-reduce of {len(hosts)} nodes fails, though any two of them succeed: {reason}")]
+    return [Problem(f"the all-reduce of {' and '.join(unknown)} fails, and it is unknown which node is at fault; "
+                    f"{unknown[-1]} is excluded: {reason}", unknown[-1])]  # fmt: skip

@@ -1,5 +1,5 @@
-"""The checks that come before each attempt, by hand: on every node of the Slurm allocation that this is called in, or
-on this machine alone; for a launched run, or for nodes that are to run something."""
+"""`ingot doctor --cluster`: the checks that come before each attempt, on every node of the current Slurm allocation or
+on this machine alone; for a launched run, or for a profile."""
 
 import os
 import subprocess
@@ -8,18 +8,18 @@ import tempfile
 from pathlib import Path
 
 from ingot.launch.build_spec import with_defaults
-from ingot.launch.slurm.script import ask, container_options
-from ingot.launch.spec import LAUNCH, SPEC, LaunchSpec, make_spec, read_spec
-from ingot.launch.supervisor.local_ranks import NODES_VARIABLE
-from ingot.launch.supervisor.node_agent import ATTEMPT_VARIABLE
-from ingot.launch.supervisor.restart_policy import node_name
+from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT, NODES_VARIABLE, LaunchFolder
+from ingot.launch.slurm.commands import host_names
+from ingot.launch.slurm.script import container_options, gpu_options, node_python
+from ingot.launch.spec import LaunchSpec, make_spec, read_spec
+from ingot.launch.supervisor.failure_log import node_name
 
 
 def check_nodes(run: Path | None, profile: str | None) -> int:
-    """The exit code; what is found is printed by the first node."""
-    spec = read_spec(run / LAUNCH / SPEC) if run is not None else _plain_spec(profile)
+    """Returns the exit code; the first node prints what is found."""
+    spec = read_spec(LaunchFolder(run).spec_file) if run is not None else _plain_spec(profile)
     nodes = os.environ.get("SLURM_JOB_NODELIST")
-    hosts = ask(["scontrol", "show", "hostnames", nodes]).split() if nodes else [node_name()]
+    hosts = host_names(nodes) if nodes else [node_name()]
     # in the run folder, or here: all nodes must see it
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=spec.run_folder) as folder:
         spec = spec.model_copy(update={"nodes": len(hosts), "run_folder": folder})
@@ -28,15 +28,14 @@ def check_nodes(run: Path | None, profile: str | None) -> int:
         start, python = [], sys.executable
         if nodes:
             start = ["srun", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1"]
-            start += container_options(spec)
-            start += [f"--gpus-per-node={spec.gpus_per_node}"] if spec.gpus_per_node else []
-            python = spec.python or ("python3" if spec.image else python)
-        command = [*start, python, "-m", "ingot.launch.supervisor.node_agent", "--check", "--spec", str(spec.write())]
+            start += [*container_options(spec), *gpu_options(spec)]
+            python = node_python(spec)
+        command = [*start, python, "-m", NODE_AGENT, "--check", "--spec", str(spec.write())]
         return subprocess.run(command, env=env).returncode
 
 
 def _plain_spec(profile: str | None) -> LaunchSpec:
-    """Nodes as the profile has them; without one, as this machine is."""
+    """Nodes as the profile describes them; without one, like this machine."""
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     values, _ = with_defaults({"profile": profile})
     if profile is None and values["profile"] == "tcp":

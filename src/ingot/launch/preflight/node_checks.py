@@ -1,6 +1,6 @@
 """What a node finds out about itself before a run, without importing torch: one sentence for each check that fails.
 
-Nothing is decided here. Whether a finding is the node's fault or everybody's shows only beside the others' reports.
+Nothing is decided here: whether a finding is the node's fault or everybody's shows only next to the others' reports.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ingot.config.data import PlaceConfig
-from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
@@ -27,11 +26,12 @@ from ingot.data.loading.open_dataset import locate
 from ingot.errors import DataError, IngotError
 from ingot.launch.profiles import Profile
 from ingot.launch.spec import LaunchSpec
-from ingot.training.fingerprint import code_hash
+from ingot.migrate import load_run_config
+from ingot.version import code_hash
 
 FREE_BYTES = 1_000_000_000  # of the run folder, /tmp and shared memory; the trainer knows what a checkpoint takes
-LEFTOVER_MB = 512  # of GPU memory: somebody else's process
-LEFTOVER_SECONDS = 5.0  # a process that was just killed may still give its memory back
+LEFTOVER_MB = 512  # of GPU memory: another process uses it
+LEFTOVER_SECONDS = 5.0  # a process that was just killed may still be freeing its memory
 OPEN_FILES, LOCKED_BYTES = 8192, 1_000_000_000  # what RDMA with many peers takes
 GPU_QUERY = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending,memory.used"
 INFINIBAND = Path("/sys/class/infiniband")  # EFA devices are here too
@@ -40,7 +40,7 @@ SHARED_VARIABLES = ("NCCL_", "FI_", "TORCH_")  # what a collective needs to be t
 
 @dataclass
 class Report:
-    """A node about itself."""
+    """What a node found out about itself."""
 
     host: str
     rank: int
@@ -50,7 +50,7 @@ class Report:
     """What must be the same on all nodes."""
 
 
-def examine(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Mapping[str, str]) -> Report:
+def check_node(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Mapping[str, str]) -> Report:
     """All checks of this node."""
     report = Report(host, rank, common=_versions(spec, profile, env))
     findings = {"disk": _disk(spec)}
@@ -88,14 +88,14 @@ def _versions(spec: LaunchSpec, profile: Profile, env: Mapping[str, str]) -> dic
 
 def _gpus(expected: int) -> str:
     if shutil.which("nvidia-smi") is None:
-        return f"{expected} GPUs are needed and nvidia-smi is not there"
+        return f"{expected} GPUs are needed and nvidia-smi is not installed"
     command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
     end = time.monotonic() + LEFTOVER_SECONDS
     while True:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=15)
         except subprocess.TimeoutExpired:
-            return "nvidia-smi gives no answer: the driver hangs; reboot the node"
+            return "nvidia-smi does not answer: the driver hangs; reboot the node"
         if done.returncode:
             return f"nvidia-smi fails: {' '.join((done.stdout or done.stderr).split())}"
         found = gpu_problem(done.stdout, expected)
@@ -105,7 +105,7 @@ def _gpus(expected: int) -> str:
 
 
 def gpu_problem(answer: str, expected: int) -> str:
-    """What is wrong by nvidia-smi's answer; what a GPU does not support it calls [N/A]."""
+    """What is wrong by nvidia-smi's answer; [N/A] is what a GPU does not support."""
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
     if len(rows) < expected:
         return f"{len(rows)} of {expected} GPUs are there"
@@ -113,9 +113,9 @@ def gpu_problem(answer: str, expected: int) -> str:
         if uncorrected.isdigit() and int(uncorrected):
             return f"GPU {index} has {uncorrected} uncorrected memory errors; reset or replace it"
         if pending == "Yes":
-            return f"GPU {index} waits for a reset to put bad memory rows aside"
+            return f"GPU {index} needs a reset to remap bad memory rows"
         if len(rows) == expected and used.isdigit() and int(used) > LEFTOVER_MB:
-            return f"{used} MB of GPU {index} are in use by a process that is not ours"
+            return f"{used} MB of GPU {index} are in use by another process"
     return ""
 
 
@@ -125,7 +125,7 @@ def _nvlink() -> str:
     try:
         done = subprocess.run(["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=15)
     except subprocess.TimeoutExpired:
-        return "nvidia-smi gives no answer about NVLink; reboot the node"
+        return "nvidia-smi does not answer about NVLink; reboot the node"
     return nvlink_problem(done.stdout)
 
 
@@ -149,7 +149,7 @@ def _limits(profile: Profile) -> str:
         return ""
     files, locked = (resource.getrlimit(r)[0] for r in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        return f"a process may have {files} files open and RDMA needs {OPEN_FILES}; raise ulimit -n"
+        return f"a process may open {files} files and RDMA needs {OPEN_FILES}; raise ulimit -n"
     if locked != resource.RLIM_INFINITY and locked < LOCKED_BYTES:
         return f"a process may lock {locked:,} bytes and RDMA needs {LOCKED_BYTES:,}; set ulimit -l unlimited"
     return ""
@@ -159,7 +159,7 @@ def _shared_memory() -> str:
     try:
         size = shutil.disk_usage("/dev/shm").total  # noqa: S108
     except OSError:
-        return "there is no /dev/shm, through which NCCL's processes talk"
+        return "there is no /dev/shm, which NCCL uses between processes"
     needed = f"NCCL needs {FREE_BYTES:,}; give the container more shared memory"
     return "" if size > FREE_BYTES else f"/dev/shm has {size:,} bytes and {needed}"  # noqa: S108
 
@@ -181,18 +181,21 @@ def resolve(name: str) -> tuple[str, str]:
     found = {address for address in found if ":" not in address} or found
     address = ",".join(sorted(found))
     if any(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
-        return address, f"{name}, the first node, is {address} here, which means this node itself; mend /etc/hosts"
+        return (
+            address,
+            f"{name}, the first node, is {address} here, which is this node's own loopback address; fix /etc/hosts",
+        )
     return address, ""
 
 
 def _port(port: int) -> str:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: old connections do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: old connections do not count
         try:
             probe.bind(("", port))
             probe.listen(1)
         except OSError:
-            return f"port {port}, where the processes are to meet, is taken by another program"
+            return f"port {port}, where the ranks meet, is taken by another program"
     return ""
 
 
@@ -200,17 +203,17 @@ def config_of(spec: LaunchSpec) -> RunConfig:
     """The config of a training run."""
     begin = spec.arguments.index("--") + 1 if "--" in spec.arguments else 0
     dialect = spec.arguments[1] if spec.arguments[:1] == ["--dialect"] else None
-    return load_config(RunConfig, spec.arguments[begin:], dialect=dialect)
+    return load_run_config(spec.arguments[begin:], dialect)
 
 
 def check_data(spec: LaunchSpec) -> None:
-    """Read the config and the index of each data set that lies here; what is fetched from elsewhere is not touched."""
+    """Read the config and the index of each local dataset; remote ones are not touched."""
     config = config_of(spec)
     for source in (config.sources.train, config.sources.eval):
-        places: list[PlaceConfig] = [*source.mix.values()] or [source] if source else []
-        for place in places:
-            if place.remote is None:
-                kind, path = locate(Path(place.path), place.split)
+        parts: list[PlaceConfig] = [*source.mix.values()] or [source] if source else []
+        for part in parts:
+            if part.remote is None:
+                kind, path = locate(Path(part.path), part.split)
                 if kind == "mds":
                     read_index(path / "index.json")
                 else:

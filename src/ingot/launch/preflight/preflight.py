@@ -1,9 +1,9 @@
-"""Before each attempt: are these nodes fit to run together? What is found in half a minute here costs an hour later.
+"""The checks before each attempt: are these nodes fit to run together? What half a minute finds here saves an hour.
 
-The nodes talk through files of the run folder alone, `launch/preflight/ATTEMPT/`: there is no network yet to trust, and
+The nodes talk only through files of the run folder, `launch/preflight/ATTEMPT/`: the network is not trusted yet, and
 the folder must be shared anyway; a node that the others cannot see there is named. Each writes what it found, waits for
-the others, and judges all reports by the same pure functions; the first to come to a verdict writes it down for all. So
-there is no coordinator whose death leaves the others without an answer, and no job step beside the run's own.
+the others, and judges all reports by the same pure functions; the first to reach a result writes it for all. So there
+is no coordinator whose death leaves the others without an answer, and no extra job step.
 """
 
 import contextlib
@@ -12,35 +12,37 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
 from ingot.launch.preflight.allreduce_probe import Probe
 from ingot.launch.preflight.diagnosis import (
     Group,
+    PreflightResult,
     Problem,
-    deviants,
     failed_checks,
+    failing_nodes,
     next_groups,
+    nodes_that_differ,
     slow_devices,
-    spoilers,
     wrong_clocks,
 )
-from ingot.launch.preflight.node_checks import Report, examine, own_address
+from ingot.launch.preflight.node_checks import Report, check_node, own_address
 from ingot.launch.preflight.transport import fallback
 from ingot.launch.profiles import find_profile
+from ingot.launch.protocol import NODES_VARIABLE, LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import STOP_SIGNALS
-from ingot.launch.supervisor.local_ranks import NODES_VARIABLE
-from ingot.launch.supervisor.restart_policy import FINAL, node_name
+from ingot.launch.supervisor.failure_log import node_name
+from ingot.storage.atomic import write_json
 
 REPORT_SECONDS = 30.0  # for the others' reports
 IMAGE_SECONDS = 300.0  # the same where each node unpacks an image first
 READY_SECONDS = 60.0  # for torch to be imported from a slow disk
 ROUND_SECONDS = 20.0  # for an all-reduce
 POLL_SECONDS = 0.05
+CLAIM, RESULT = "claim", "verdict.json"
 
 
 def report_limit(spec: LaunchSpec | None) -> float:
@@ -48,31 +50,12 @@ def report_limit(spec: LaunchSpec | None) -> float:
     return REPORT_SECONDS if spec is not None and spec.image is None else IMAGE_SECONDS
 
 
-class AskedToStop(Exception):
+class StopSignal(Exception):
     """A signal came meanwhile; its argument is the signal's number."""
 
 
-class Decided(Exception):
-    """Another node has come to a verdict."""
-
-
-@dataclass
-class Verdict:
-    """What all nodes go by."""
-
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Measurements and warnings."""
-
-    @property
-    def code(self) -> int:
-        """Exit code, if there are problems."""
-        return EXIT_USER_ERROR if any(problem.kind in FINAL for problem in self.problems) else EXIT_FAULT
-
-    @property
-    def bad(self) -> list[str]:
-        """Nodes that the next attempt goes without."""
-        return list(dict.fromkeys(p.host for p in self.problems if p.host and p.leave_out))
+class ResultClaimed(Exception):
+    """Another node has reached a result."""
 
 
 class Preflight:
@@ -82,48 +65,43 @@ class Preflight:
         self.spec, self.rank, self.env = spec, rank, env
         self.profile = find_profile(spec.profile)
         self.host = node_name()
-        self.folder = spec.folder / "preflight" / attempt
+        self.folder = LaunchFolder(Path(spec.run_folder)).preflight(attempt)
         self.names = env[NODES_VARIABLE].split(",") if NODES_VARIABLE in env else []
         self.seen: dict[str, tuple[float, bool]] = {}
         self.notes: list[str] = []
 
-    def run(self, note: Callable[[Verdict], None]) -> Verdict:
-        """Check; the node that comes to a verdict first calls `note` with it, before anybody acts on it."""
+    def run(self, record: Callable[[PreflightResult], None]) -> PreflightResult:
+        """Check; the node that reaches a result first calls `record` with it, before any node acts on it."""
         with _raise_on_signals():
             try:
-                verdict = Verdict(self._check(), self.notes)
-            except Decided:
-                pass
-            else:
-                if self._claim():
-                    note(verdict)
-                    _write(self.folder / "verdict.json", asdict(verdict))
-                    return verdict
-            return self._read_verdict(note)
+                result = PreflightResult(self._check(), self.notes)
+            except ResultClaimed:
+                return self._read_result(record)
+            if not self._claim():
+                return self._read_result(record)
+            record(result)
+            write_json(self.folder / RESULT, asdict(result))
+            return result
 
     def _check(self) -> list[Problem]:
         begin = time.monotonic()
         spec = self.spec
         measure = spec.verb == "train" and (spec.nodes > 1 or spec.gpus_per_node > 0)
         with contextlib.ExitStack() as stack:
-            # torch is imported there while the nodes look at themselves and wait for each other
+            # it imports torch while the nodes check themselves and wait for each other
             probe = stack.enter_context(self._probe(0)) if measure else None
-            report = examine(spec, self.profile, self.host, self.rank, self.env)
+            report = check_node(spec, self.profile, self.host, self.rank, self.env)
             limit = report_limit(spec)
-            found = self._exchange(".", asdict(report), limit, range(spec.nodes))
-            reports = [Report(**content) for content in found]
-            problems = self._missing(reports, limit)
-            problems += failed_checks({r.host: r.checks for r in reports})
-            problems += [
-                p for p in deviants({r.host: r.common for r in reports}) if p.host not in {q.host for q in problems}
-            ]
+            reports = [Report(**row) for row in self._exchange(".", asdict(report), limit, range(spec.nodes))]
+            problems = self._missing(reports, limit) + failed_checks({r.host: r.checks for r in reports})
+            named = {problem.host for problem in problems}
+            problems += [p for p in nodes_that_differ({r.host: r.common for r in reports}) if p.host not in named]
             if not problems and probe is not None:
                 self.hosts = [r.host for r in reports]  # by rank from here on
                 problems = self._measure(probe)
         if not problems:
-            self.notes.insert(
-                0, f"{spec.nodes} node{'s' * (spec.nodes > 1)} passed the checks in {time.monotonic() - begin:.1f} s"
-            )
+            count = f"{spec.nodes} node{'s' * (spec.nodes > 1)}"
+            self.notes.insert(0, f"{count} passed the checks in {time.monotonic() - begin:.1f} s")
         return problems
 
     def _missing(self, reports: list[Report], seconds: float) -> list[Problem]:
@@ -142,8 +120,9 @@ class Preflight:
             return broken
         problems: list[Problem] = []
         if len(self.hosts) > 1:
-            problems, notes = wrong_clocks({host: r["seen"] for host, r in ready.items()})
-            self.notes += notes
+            clocks = wrong_clocks({host: r["seen"] for host, r in ready.items()})
+            problems += clocks.problems
+            self.notes += clocks.notes
         slow = slow_devices({host: r["tflops"] for host, r in ready.items()})
         if self.spec.gpus_per_node:
             problems += [Problem(sentence, host) for host, sentence in slow.items()]
@@ -151,6 +130,10 @@ class Preflight:
             self.notes += slow.values()  # cores may be shared with others
         if problems or len(self.hosts) * len(probe.processes) == 1:
             return problems
+        return self._test_network(probe, ready)
+
+    def _test_network(self, probe: Probe, ready: dict[str, Any]) -> list[Problem]:
+        """An all-reduce of all nodes; if it fails, of smaller groups until the bad nodes are known."""
         rounds: list[dict[Group, bool]] = []
         groups, reason = [tuple(self.hosts)], ""
         while groups:
@@ -162,57 +145,51 @@ class Preflight:
             if len(rounds) == 1 and all(rounds[0].values()):
                 speed = min(row["gb_s"] for row in rows.values())
                 usual = self.profile.allreduce_gb_s
-                expected = f"the profile expects {usual:g}" if usual else "the profile names none"
-                self.notes.append(
-                    f"all-reduce over {len(self.hosts)} nodes: {speed:.3g} GB/s of bus bandwidth; {expected}"
-                )
+                expected = f"the profile expects {usual:g}" if usual else "the profile has no figure"
+                nodes = f"all-reduce over {len(self.hosts)} nodes"
+                self.notes.append(f"{nodes}: {speed:.3g} GB/s of bus bandwidth; {expected}")
                 return []
             groups = next_groups(self.hosts, rounds)
-        return spoilers(self.hosts, rounds, reason or "no answer")
+        return failing_nodes(self.hosts, rounds, reason or "no answer")
 
     def _round(
         self, probe: Probe | None, number: int, groups: list[Group], ready: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """All-reduces of several groups at once; the rows of those that took part."""
-        taking_part = [host for group in groups for host in group]
+        """All-reduces of several groups at once; returns the rows of the nodes that took part."""
+        members = [host for group in groups for host in group]
         own = next((group for group in groups if self.host in group), None)
         row: dict[str, Any] | None = None
         with contextlib.ExitStack() as stack:
             if own is not None:
                 if probe is None:
                     probe = stack.enter_context(self._probe(number))
-                    ready = self._ready(probe, number, taking_part)
-                processes = len(probe.processes)
-                address, port = ready[own[0]]["store"] if own[0] in ready else ("", 0)
-                probe.go(address, port, own.index(self.host) * processes, len(own) * processes, ROUND_SECONDS)
-                answers, error = probe.listen(ROUND_SECONDS + 1)
-                speed = min((answer["gb_s"] for answer in answers if "gb_s" in answer), default=0.0)
-                row = {
-                    "host": self.host,
-                    "rank": self.rank,
-                    "gb_s": speed,
-                    "error": error or self._too_slow(speed, own),
-                }
-                wrong = fallback(self.profile.transport, probe.transport()) if len(own) > 1 and not error else ""
-                row["checks"] = {"transport": wrong} if wrong else {}
-            ranks = [self.hosts.index(host) for host in taking_part]
+                    ready = self._ready(probe, number, members)
+                row = self._all_reduce(probe, own, ready)
+            ranks = [self.hosts.index(host) for host in members]
             # others may begin later, when they have given up waiting for a node that is not ready
             found = self._exchange(f"round-{number}", row, 2 * ROUND_SECONDS + READY_SECONDS, ranks)
         return {content["host"]: content for content in found}
 
+    def _all_reduce(self, probe: Probe, group: Group, ready: dict[str, Any]) -> dict[str, Any]:
+        """This node's part in the all-reduce of its group."""
+        processes = len(probe.processes)
+        address, port = ready[group[0]]["store"] if group[0] in ready else ("", 0)
+        probe.go(address, port, group.index(self.host) * processes, len(group) * processes, ROUND_SECONDS)
+        answers, error = probe.listen(ROUND_SECONDS + 1)
+        speed = min((answer["gb_s"] for answer in answers if "gb_s" in answer), default=0.0)
+        wrong = fallback(self.profile.transport, probe.transport()) if len(group) > 1 and not error else ""
+        return {"host": self.host, "rank": self.rank, "gb_s": speed, "error": error or self._too_slow(speed, group),
+                "checks": {"transport": wrong} if wrong else {}}  # fmt: skip
+
     def _too_slow(self, speed: float, group: Group) -> str:
         usual = self.profile.allreduce_gb_s
-        if (
-            usual is None
-            or len(group) < 2
-            or self.spec.gpus_per_node != self.profile.gpus_per_node
-            or speed > usual / 2
-        ):
+        whole_nodes = self.spec.gpus_per_node == self.profile.gpus_per_node
+        if usual is None or len(group) < 2 or not whole_nodes or speed > usual / 2:
             return ""
-        return f"{speed:.3g} GB/s of bus bandwidth where {usual:g} are usual"
+        return f"{speed:.3g} GB/s of bus bandwidth where {usual:g} is usual"
 
     def _ready(self, probe: Probe, number: int, hosts: list[str]) -> dict[str, dict[str, Any]]:
-        """Wait until the processes of all nodes have imported torch; gives what they say, by node."""
+        """Wait until the processes of all nodes have imported torch; returns their answers by node."""
         answers, error = probe.listen(READY_SECONDS)
         first = self.env.get("MASTER_ADDR", "127.0.0.1")
         own = own_address(first) if self.spec.nodes > 1 else "127.0.0.1"
@@ -233,62 +210,54 @@ class Preflight:
             probe.end()
 
     def _exchange(self, stage: str, own: dict[str, Any] | None, seconds: float, ranks: Any) -> list[dict[str, Any]]:
-        """Write this node's part, if it has one, and wait for those of `ranks`; gives what came, by rank."""
+        """Write this node's part, if it has one, and wait for those of `ranks`; returns what came, by rank."""
         folder = self.folder / stage
         folder.mkdir(parents=True, exist_ok=True)
         if own is not None:
-            _write(folder / f"{self.host}.json", own | {"time": time.time()})
+            write_json(folder / f"{self.host}.json", own | {"time": time.time()})
         end = time.monotonic() + seconds
         found: dict[str, dict[str, Any]] = {}
-        looking = False
+        waiting = False
         while True:
-            os.utime(folder)  # a change of our own makes a network file system ask its server what else is new
+            os.utime(folder)  # a local change makes a network file system refresh the folder from its server
             for path in folder.glob("*.json"):
-                if path.name not in found and path.name != "verdict.json":
+                if path.name not in found and path.name != RESULT:
                     found[path.name] = content = json.loads(path.read_text(encoding="utf-8"))
                     written = content.pop("time")
                     if stage == ".":
-                        self.seen[content["host"]] = (time.time() - written, looking)
-            looking = True
+                        self.seen[content["host"]] = (time.time() - written, waiting)
+            waiting = True
             if {content["rank"] for content in found.values()} >= set(ranks) or time.monotonic() > end:
                 return sorted(found.values(), key=lambda content: content["rank"])
-            if (self.folder / "claim").exists():
-                raise Decided
+            if (self.folder / CLAIM).exists():
+                raise ResultClaimed
             time.sleep(POLL_SECONDS)
 
     def _claim(self) -> bool:
-        """Whether the verdict is ours to write."""
+        """Whether this node is the one to write the result."""
         try:
-            os.close(os.open(self.folder / "claim", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640))
+            os.close(os.open(self.folder / CLAIM, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640))
         except FileExistsError:
             return False
         return True
 
-    def _read_verdict(self, note: Callable[[Verdict], None]) -> Verdict:
-        path, end = self.folder / "verdict.json", time.monotonic() + 2 * ROUND_SECONDS
+    def _read_result(self, record: Callable[[PreflightResult], None]) -> PreflightResult:
+        path, end = self.folder / RESULT, time.monotonic() + 2 * ROUND_SECONDS
         while not path.exists():
             if time.monotonic() > end:
-                verdict = Verdict([Problem(f"{self.host}: no verdict came from the node that was to write {path}")])
-                note(verdict)  # which that node may not have lived to do
-                return verdict
+                problem = Problem(f"{self.host}: the node that claimed {path} has written no result")
+                result = PreflightResult([problem])
+                record(result)  # that node may not have lived to do it
+                return result
             time.sleep(POLL_SECONDS)
         content = json.loads(path.read_text(encoding="utf-8"))
-        return Verdict([Problem(**problem) for problem in content["problems"]], content["notes"])
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+        return PreflightResult([Problem(**problem) for problem in content["problems"]], content["notes"])
 
 
 @contextlib.contextmanager
 def _raise_on_signals() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
-        raise AskedToStop(number)
+        raise StopSignal(number)
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:

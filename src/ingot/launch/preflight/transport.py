@@ -1,5 +1,6 @@
-"""What NCCL really talks through between nodes, by its own log: a plugin that does not load makes it fall back to
-sockets without an error, and the run is several times slower without a word."""
+"""Which transport NCCL uses between nodes, by its own log: when a plugin does not load, NCCL falls back to sockets
+without an error, and the run is several times slower.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,12 +10,12 @@ FAST = ("efa", "ib")
 
 
 def log_to(path: Path) -> dict[str, str]:
-    """Variables that make NCCL write down what it chooses."""
+    """Variables that make NCCL log what it chooses."""
     return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(path)}
 
 
 def chosen_transport(log: str) -> str:
-    """By the log at level INFO: efa, ib, socket, or another name of NCCL's own; empty if it does not say yet."""
+    """By the log at level INFO: efa, ib, socket, or another of NCCL's names; empty if it does not say yet."""
     provider = re.findall(r"NET/OFI Selected provider is ([\w;-]+)", log, re.IGNORECASE)
     channels = re.findall(r"via NET/([\w -]+)/", log)  # the connections that were made
     networks = re.findall(r"Using network ([\w -]+)", log)  # the plugin that was chosen
@@ -22,7 +23,7 @@ def chosen_transport(log: str) -> str:
     names = [name.strip().lower() for name in channels or networks or devices]
     if not names:
         names = ["ofi"] if provider else []
-    if "socket" in names:  # one such connection is enough to slow all down
+    if "socket" in names:  # one such connection slows down all
         return "socket"
     if any("libfabric" in name or name in ("ofi", "aws libfabric") for name in names):
         return provider[-1].partition(";")[0].lower() if provider else "ofi"
@@ -33,12 +34,12 @@ def fallback(expected: str, log_says: str) -> str:
     """What is wrong with the transport, if the profile expects a fast one."""
     if expected not in FAST or log_says == expected:
         return ""
-    return f"NCCL must talk through {expected} and its log says {log_says or 'nothing about it'}; check the plugin " \
+    return f"NCCL must use {expected} and its log says {log_says or 'nothing about it'}; check the plugin " \
            "and the devices in the container"  # fmt: skip
 
 
 class TransportWatch:
-    """Looks into the logs of this machine's ranks until each has said what it uses."""
+    """Reads the logs of this machine's ranks until each has said what it uses."""
 
     def __init__(self, expected: str, logs: Mapping[int, Path]):
         self.expected, self.unknown = expected, dict(logs) if expected in FAST else {}

@@ -1,4 +1,4 @@
-"""How a process of a run tells its launcher why it ended: one small file, written once."""
+"""How a rank tells its launcher why it ended: one small file, written once."""
 
 import json
 import os
@@ -8,27 +8,24 @@ from pathlib import Path
 
 from ingot.config.secrets import redact
 from ingot.errors import EXIT_FAULT, IngotError
+from ingot.launch.protocol import FAILURE_VARIABLE
 
-VARIABLE = "INGOT_FAILURE_FILE"
-# what a collective says when the process at its other end is gone: a consequence of the failure, not its cause
-LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "nccl",
-    "connection was likely closed",
-)
-LEFT_ALONE = "a process on another machine failed"
+FINAL_KINDS = ("user", "data", "numeric")  # would fail again
+NODE_KINDS = ("machine", "transport", "hang")  # a node's fault
+# what a collective reports when its peer is gone: a consequence of the failure, not its cause
+LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl",
+             "connection was likely closed")  # fmt: skip
+OTHER_NODE_FAILED = "a process on another machine failed"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended."""
+    """Why a rank ended."""
 
     message: str
     kind: str
-    """user, data, numeric, memory, program (an error that nobody foresaw), machine (killed, disk, network), transport
-    (a slow network in place of a fast one) or hang."""
+    """user, data, numeric, memory, program (an unforeseen error), machine (killed, disk, network), transport (a slow
+    network in place of a fast one) or hang."""
     exit_code: int
     time: float
     fits: int | None = None
@@ -36,7 +33,9 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return self.kind != "transport" and any(text in self.message.lower() for text in (*LOST_PEER, LEFT_ALONE))
+        return self.kind != "transport" and any(
+            text in self.message.lower() for text in (*LOST_PEER, OTHER_NODE_FAILED)
+        )
 
 
 def kind_of(error: BaseException | None) -> str:
@@ -49,20 +48,20 @@ def kind_of(error: BaseException | None) -> str:
 
 
 def record_failure(message: str, exit_code: int, error: BaseException | None) -> bool:
-    """Write the failure file, if a launcher asked for one; says whether it did."""
-    path = os.environ.get(VARIABLE)
+    """Write the failure file, if a launcher asked for one; returns whether it was written."""
+    path = os.environ.get(FAILURE_VARIABLE)
     if path is None:
         return False
     failure = Failure(redact(message), kind_of(error), exit_code, time.time(), getattr(error, "fits", None))
     try:
         Path(path).write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    except OSError:  # a full disk: the sentence on standard error and the exit code are what is left
+    except OSError:  # a full disk: the sentence on standard error and the exit code remain
         return False
     return True
 
 
 def read_failure(path: Path, return_code: int) -> Failure:
-    """What a process wrote before it ended, or what its end alone says."""
+    """What a rank wrote before it ended, or what its exit code says."""
     try:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,5 +1,5 @@
-"""Which process the others wait for: the system knows who is stopped, the stacks say who is not in torch, the counts
-of collectives who missed one.
+"""Which rank the others wait for: the system knows which is stopped, the stacks show which is not in torch, the counts
+of collectives show which missed one.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from ingot.errors import EXIT_FAULT
 from ingot.launch.supervisor.failure import Failure
 from ingot.training.runtime.heartbeat import Beat
 
-DUMP_SECONDS = 1.0  # for processes to write their stacks
-CLOCK = "ingot/parallel/comm_timer.py"  # stands around every wait, and says nothing of it
+DUMP_SECONDS = 1.0  # for ranks to write their stacks
+COMM_TIMER = "ingot/parallel/executors/comm_timer.py"  # wraps every wait
 
 
 def explain_hang(
     processes: Mapping[int, subprocess.Popen], beats: Mapping[int, Beat], logs: Path
 ) -> tuple[int, Failure]:
-    """Have all processes write down where they are, and find out which of them the others wait for."""
+    """Have all ranks dump their stacks, and find the rank that the others wait for."""
     sizes = {rank: _size(logs / f"stacks-{rank}.txt") for rank in processes}
     stopped = [rank for rank, process in processes.items() if _state(process.pid) == "T"]
     for process in processes.values():
@@ -30,39 +30,32 @@ def explain_hang(
             process.send_signal(signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
     stacks = {rank: _tail(logs / f"stacks-{rank}.txt", size) for rank, size in sizes.items()}
-    elsewhere = [rank for rank, text in stacks.items() if text and not _waits_in_torch(text)]
+    rank, why = (stopped[0], "it is stopped (SIGSTOP or a debugger)") if stopped else _find_culprit(stacks, beats)
+    beat = beats.get(rank) or min(beats.values(), key=lambda b: b.at)
+    message = (
+        f"rank {rank} has made no progress for {time.monotonic() - beat.at:.0f} s in batch {beat.batch + 1}: {why}"
+    )
+    return rank, Failure(f"{message}; the stacks of all ranks are in {logs}/stacks-*.txt", "hang", EXIT_FAULT, 0.0)
+
+
+def _find_culprit(stacks: Mapping[int, str], beats: Mapping[int, Beat]) -> tuple[int, str]:
+    """By the most reliable sign first: outside torch, fewer collectives, another collective, the oldest heartbeat."""
+    elsewhere = [rank for rank, text in stacks.items() if text and "torch" not in _innermost(text)]
+    if len(elsewhere) == 1:
+        return elsewhere[0], f"it is in {_innermost(stacks[elsewhere[0]])} while the others wait for it"
     joined = {rank: (beat.world_collectives, beat.collectives) for rank, beat in beats.items()}
     fewest, most = min(joined.values()), max(joined.values())
     behind = [rank for rank, counts in joined.items() if counts == fewest]
+    if len(behind) < len(beats):
+        number, count = (fewest[0], most[0]) if fewest[0] != most[0] else (fewest[1], most[1])
+        return behind[0], f"it has joined {number} collectives and others {count}: it missed one that they wait in"
     waits = {rank: _innermost(text).partition("(")[2][:-1] for rank, text in stacks.items()}
     usual, _ = Counter(waits.values()).most_common(1)[0]
     odd = [rank for rank, name in waits.items() if name != usual]
-    if stopped:
-        rank, why = stopped[0], "it is stopped (SIGSTOP or a debugger)"
-    elif len(elsewhere) == 1:
-        rank, why = elsewhere[0], f"it is in {_innermost(stacks[elsewhere[0]])} while the others wait for it"
-    elif len(behind) < len(beats):
-        rank = behind[0]
-        number, count = (fewest[0], most[0]) if fewest[0] != most[0] else (fewest[1], most[1])
-        why = f"it has joined {number} collectives and others {count}: it misses one that they wait in"
-    elif len(odd) == 1:
-        rank = odd[0]
-        why = (
-            f"it waits in {waits[rank]} and the others in {usual}, as collective {most[0]} of all ranks: it missed one"
-        )
-    else:
-        rank, why = min(beats, key=lambda r: (beats[r].batch, beats[r].at)), "all ranks wait"
-    beat = beats.get(rank) or min(beats.values(), key=lambda b: b.at)
-    waited = time.monotonic() - beat.at
-    message = (
-        f"rank {rank} has made no progress for {waited:.0f} s in batch {beat.batch + 1}: {why}; the stacks of all "
-    )
-    return rank, Failure(f"{message}ranks are in {logs}/stacks-*.txt", "hang", EXIT_FAULT, 0.0)
-
-
-def _waits_in_torch(stack: str) -> bool:
-    """Whether the main thread of a dump is inside a collective or the backward pass."""
-    return "torch" in _innermost(stack)
+    if len(odd) == 1:
+        where = f"it waits in {waits[odd[0]]} and the others in {usual}"
+        return odd[0], f"{where}, as collective {most[0]} of all ranks: it missed one"
+    return min(beats, key=lambda r: (beats[r].batch, beats[r].at)), "all ranks wait"
 
 
 def _innermost(stack: str) -> str:
@@ -70,7 +63,7 @@ def _innermost(stack: str) -> str:
     main = stack[stack.rfind("Thread 0x") :] if "Thread 0x" in stack else stack
     main = stack[stack.rfind("Current thread") :] if "Current thread" in stack else main
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
-    frames = [frame for frame in frames if not frame[0].endswith(CLOCK)]
+    frames = [frame for frame in frames if not frame[0].endswith(COMM_TIMER)]
     return "{}:{} ({})".format(*frames[0]) if frames else "code without a Python stack"
 
 

@@ -1,25 +1,27 @@
-"""A run on this machine, through every fault: start its processes, and start them again after a failure that may pass.
+"""A run on this machine: start its ranks, and restart them after a failure that may pass.
 
-Our own supervisor instead of torchrun's agent: no second copy of torch in the launcher, hangs found from outside, logs
-that are appended to, the first failure found by its time to the microsecond, exit codes kept. (The agent's restarts do
-not work in torch 2.13 without switching off its store.) What torchrun, srun or Composer start is joined as it is found.
+This is our own supervisor, not torchrun's agent: the launcher does not load torch, hangs are found from outside, logs
+are appended to, the first failure is known to the microsecond, exit codes are kept. (The agent's restarts do not work
+in torch 2.13 unless its store is switched off.) Ranks that torchrun, srun or Composer start are used as they are.
 """
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, disk_error
-from ingot.launch.supervisor.attempt import StopNow, run_attempt
+from ingot.launch.supervisor.attempt import Outcome, StopNow, run_attempt
+from ingot.launch.supervisor.failure_log import mark_start, read_failures, record
 from ingot.launch.supervisor.local_ranks import Node
-from ingot.launch.supervisor.restart_policy import judge, mark_start, newest_checkpoint, read_failures, record
+from ingot.launch.supervisor.restart_policy import RestartDecision, decide_restart, newest_checkpoint
 from ingot.training.runtime.lease import clear_stop_request
 from ingot.training.runtime.run_files import LOGS, STOP
 
 
-def run_processes(arguments: Sequence[str], node: Node, run: Path) -> int:
-    """Run `ingot ARGUMENTS` in every process of this machine, to the end of the run; gives the exit code."""
+def run_processes(arguments: Sequence[str], node: Node, run: Path, env: Mapping[str, str] = os.environ) -> int:
+    """Run `ingot ARGUMENTS` in every rank of this machine, to the end of the run; returns the exit code."""
     arguments = list(arguments)
     try:
         clear_stop_request(run)
@@ -29,7 +31,7 @@ def run_processes(arguments: Sequence[str], node: Node, run: Path) -> int:
     for number in range(1, sys.maxsize):
         before = newest_checkpoint(run)
         try:
-            outcome = run_attempt(arguments, node, run / LOGS, str(number))
+            outcome = run_attempt(arguments, node, run / LOGS, str(number), env=env)
         except StopNow:
             print("stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
             return 130
@@ -41,23 +43,29 @@ def run_processes(arguments: Sequence[str], node: Node, run: Path) -> int:
         arguments = [a for a in arguments if a != "--fresh"]
         where = f"rank {outcome.rank} of {node.world} failed first"
         where += f", in batch {outcome.batch}" if outcome.batch > 0 else ""
-        verdict = judge(read_failures(run))
-        code, reason = verdict.exit_code, verdict.reason
-        if outcome.asked or not node.is_alone:
-            code, reason = failure.exit_code or EXIT_FAULT, ""
-        elif failure.kind == "memory" and failure.fits is not None:
-            # the run folder holds the size that was too much, and the processes choose a smaller one
-            print(f"{failure.message}; {where}; starting again with smaller microbatches", file=sys.stderr)
-            continue
-        elif verdict.again and (run / STOP).exists():
-            code, reason = EXIT_CONTINUE, f"{run / STOP} asks for no new attempt"
-        elif verdict.again:
-            print(f"{failure.message}; {where}; attempt {number + 1} starts from batch {newest}", file=sys.stderr)
-            time.sleep(verdict.wait)
+        decision = _decide(outcome, node, run)
+        if decision.restart:
+            what = decision.reason or f"attempt {number + 1} starts from batch {newest}"
+            print(f"{failure.message}; {where}; {what}", file=sys.stderr)
+            time.sleep(decision.wait_seconds)
             continue
         print(f"error: {failure.message}", file=sys.stderr)
         print(f"{where}; the log of every rank is in {run / LOGS}", file=sys.stderr)
-        if reason:
-            print(reason, file=sys.stderr)
-        return code
+        if decision.reason:
+            print(decision.reason, file=sys.stderr)
+        return decision.exit_code
     return EXIT_FAULT
+
+
+def _decide(outcome: Outcome, node: Node, run: Path) -> RestartDecision:
+    """The restart policy, and what only this machine knows: several machines are restarted by their job."""
+    assert outcome.failure is not None
+    if outcome.stop_requested or not node.is_alone:
+        return RestartDecision(False, "", outcome.failure.exit_code or EXIT_FAULT)
+    if outcome.failure.kind == "memory" and outcome.failure.fits is not None:
+        # the run folder holds the size that was too large, and the ranks choose a smaller one
+        return RestartDecision(True, "starting again with smaller microbatches")
+    decision = decide_restart(read_failures(run))
+    if decision.restart and (run / STOP).exists():
+        return RestartDecision(False, f"not restarting: {run / STOP} asks the run to stop", EXIT_CONTINUE)
+    return decision

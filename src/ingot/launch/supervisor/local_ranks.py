@@ -1,4 +1,4 @@
-"""Which processes of a run this machine starts, from the options or the variables of Composer's launcher."""
+"""Which ranks this machine starts, by the options or the variables of Composer's launcher."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from ingot.errors import ConfigError
 from ingot.parallel.rank_env import DEFAULT_PORT
 
-NODES_VARIABLE = "INGOT_JOB_NODES"  # all machines of an attempt by name, with commas
-
 
 @dataclass(frozen=True)
 class Node:
-    """This machine's share of a run's processes."""
+    """This machine's share of a run's ranks."""
 
     processes: int
     world: int
@@ -39,7 +37,7 @@ def find_node(
     devices: Callable[[], int],
     env: Mapping[str, str] = os.environ,
 ) -> Node:
-    """How many processes to start here."""
+    """How many ranks to start here, and where they meet."""
     if "RANK" not in env:  # with RANK, a launcher has started this very process
         nproc = nproc if nproc is not None else _number(env, "LOCAL_WORLD_SIZE")
         world_size = world_size if world_size is not None else _number(env, "WORLD_SIZE")
@@ -51,7 +49,9 @@ def find_node(
     if processes < 1 or world < 1:
         raise ConfigError(f"--nproc {processes}, --world_size {world}: there must be at least one process")
     if world % processes:
-        raise ConfigError(f"--world_size {world} is no multiple of --nproc {processes}: every machine starts as many")
+        raise ConfigError(
+            f"--world_size {world} is not a multiple of --nproc {processes}: each machine starts the same number"
+        )
     node = node_rank or 0
     if not 0 <= node < world // processes:
         raise ConfigError(

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ingot.checkpoint.hf.folder import TensorReader
+from ingot.config.dotted_keys import flatten
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
 from ingot.migrate.checkpoints.merge import MergedTensors, SliceLayout, checked_config
 from ingot.migrate.checkpoints.pt_reader import unpack
 from ingot.migrate.foundry import FOUNDRY
-from ingot.migrate.translation import Translation, flatten
+from ingot.migrate.translation import Translation
 
 CONFIG = "state.integrations.huggingface.model.config.content"
 NAMES = {"mpt": "mpt_causal_lm", "mosaic_gpt": "mosaic_gpt"}  # model_type to the name in a YAML
@@ -44,7 +45,7 @@ def read_composer(path: Path, given: ModelConfig | Translation | None, work: Pat
     if "wte.weight" not in pieces:
         raise CheckpointError(f"{path} holds no model.transformer.wte.weight in state.model: it is no full-state file "
                               "of an MPT or mosaic_gpt, which is what is imported from Composer")  # fmt: skip
-    config = checked_config(given or _config_inside(found.values, path), "")
+    config = checked_config(given or _config_inside(found.values, path))
     return config, MergedTensors(config, [pieces], SliceLayout(qkv="blocks"), str(path))
 
 

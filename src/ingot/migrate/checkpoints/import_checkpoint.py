@@ -11,7 +11,6 @@ from yaml import YAMLError
 
 from ingot.checkpoint.hf.folder import TensorReader
 from ingot.checkpoint.hf.transfer import import_hf
-from ingot.config.load import translate
 from ingot.config.model import ModelConfig
 from ingot.config.recipes import find_recipe
 from ingot.errors import CheckpointError, ConfigError, disk_error
@@ -19,6 +18,7 @@ from ingot.migrate.checkpoints.composer import read_composer
 from ingot.migrate.checkpoints.megatron import rank_folders, read_megatron
 from ingot.migrate.checkpoints.merge import validated
 from ingot.migrate.checkpoints.neox import is_neox, read_neox
+from ingot.migrate.detect import translate
 from ingot.migrate.translation import Translation
 
 READERS = {"foundry": read_composer, "neox": read_neox, "megatron": read_megatron}
@@ -94,4 +94,4 @@ def described(config: str, dialect: str) -> ModelConfig | Translation:
         model = values.get("model") if isinstance(values, dict) else None
         if isinstance(values, dict) and isinstance(model, dict) and "family" in model:
             return validated({"max_seq_len": values.get("max_seq_len"), **model}, str(path))
-    return translate(ModelConfig, [str(path)], dialect)
+    return translate([str(path)], dialect)

@@ -21,15 +21,6 @@ from ingot.migrate.translation import Translation
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 BUFFER = re.compile(r"inv_freq$|_extra_state(\.|$)")
-MODEL_KEYS = (
-    "num_layers hidden_size num_attention_heads kv_channels max_position_embeddings seq_length norm_epsilon "
-    "layernorm_epsilon init_method_std attention_dropout hidden_dropout normalization ffn_hidden_size "
-    "group_query_attention num_query_groups position_embedding_type use_rotary_position_embeddings rotary_base "
-    "rotary_percent swiglu disable_bias_linear no_bias_gelu_fusion no_position_embedding "
-    "untie_embeddings_and_output_weights num_experts expert_model_parallel_size hybrid_override_pattern "
-    "is_hybrid_model rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling qk_layernorm squared_relu "
-    "quick_geglu add_qkv_bias window_size softmax_type multi_latent_attention mtp_num_layers"
-)
 NEGATED = {"add_bias_linear": "disable_bias_linear", "bias_gelu_fusion": "no_bias_gelu_fusion",
            "add_position_embedding": "no_position_embedding"}  # fmt: skip
 OTHER_MATH = ("apply_residual_connection_post_layernorm", "openai_gelu", "geglu")
@@ -87,7 +78,7 @@ def read_megatron(
     padding = padding if isinstance(padding, int) and padding > 0 else 128
     tokens = min(_tokens(args) or rows, rows)
     known = {"vocab_size": tokens, "vocab_multiple": padding if -(-tokens // padding) * padding <= rows else 1}
-    config = checked_config(given or _arguments(args, files[0]), MODEL_KEYS, **known)
+    config = checked_config(given or _arguments(args, files[0]), **known)
     ranks = [_rank([found[stage, rank] for stage in range(stages)], config) for rank in range(tp)]
     version = found[0, 0].values.get("checkpoint_version") or 0
     qkv = "blocks" if version == 0 else "last" if version == 1 else "grouped"
@@ -108,7 +99,7 @@ def _arguments(args: dict[str, Any], where: Path) -> Translation:
     for key in OTHER_MATH:
         if args.get(key):
             raise CheckpointError(f"{where}: cannot import a model with {key}; the model here has no such part")
-    given = {key: value for key, value in args.items() if key in MODEL_KEYS.split()}
+    given = {key: value for key, value in args.items() if key in MEGATRON.table["model_keys"]}
     given |= {no: True for key, no in NEGATED.items() if args.get(key) is False}
     return Translation(MEGATRON, given, dict.fromkeys(given, str(where))).run()
 

@@ -145,16 +145,16 @@ def _mean(copies: list[Tensor]) -> Tensor:
     return torch.stack([copy.float() for copy in copies]).mean(0).to(first.dtype)
 
 
-def checked_config(translation: ModelConfig | Translation, model_keys: str, **known: Any) -> ModelConfig:
-    """The model of a translated run description; keys of the run, which is over, are none of our business.
+def checked_config(translation: ModelConfig | Translation, **known: Any) -> ModelConfig:
+    """The model of a translated run description; keys of the run, which is over, do not matter.
 
     `known` is what the tensors themselves say. A model of a native file is taken as it is.
     """
     if isinstance(translation, ModelConfig):
         return translation
-    translation.rows = {
-        key: row for key, row in translation.rows.items() if key in model_keys.split() or key.startswith("model.")
-    }
+    model_keys = translation.dialect.table.get("model_keys", [])
+    rows = translation.rows.items()
+    translation.rows = {key: row for key, row in rows if key in model_keys or key.startswith("model.")}
     if translation.problems:
         raise CheckpointError(f"cannot import this model: {translation.problems[0]}")
     values = {**translation.values["model"], **known}

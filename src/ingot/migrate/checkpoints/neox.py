@@ -9,24 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.checkpoint.hf.folder import TensorReader
-from ingot.config.load import translate
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
 from ingot.migrate.checkpoints.merge import MergedTensors, Rank, SliceLayout, checked_config
 from ingot.migrate.checkpoints.pt_reader import Piece, unpack
+from ingot.migrate.detect import translate
 from ingot.migrate.translation import Translation
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 BUFFER = re.compile(r"inv_freq$|masked_bias$")
-MODEL_KEYS = (
-    "num_layers hidden_size num_attention_heads num_kv_heads max_position_embeddings seq_length gpt_j_residual "
-    "gpt_j_tied pos_emb norm attention_config rotary_pct rotary_emb_base layernorm_epsilon rms_norm_epsilon "
-    "use_bias_in_attn_linear use_bias_in_mlp use_bias_in_norms no_weight_tying activation bias_gelu_fusion "
-    "intermediate_size expansion_factor moe_num_experts sliding_window_width use_qk_layernorm opt_pos_emb_offset "
-    "num_unique_layers soft_prompt_tuning sparsity_config sparse_attention te_fp8_mha dim_att head_size ffn_dim "
-    "use_mup"
-)
 MODULES = {
     "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "attention.query_key_value": "attn.qkv",
     "attention.dense": "attn.out", "mlp.linear1": "mlp.up", "mlp.dense_h_to_4h": "mlp.up", "mlp.linear2": "mlp.down",
@@ -50,7 +42,7 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
         if not files:
             how = "give the files it was trained with, as --config FILE"
             raise CheckpointError(f"{folder} has no configs/*.yml; {how}")
-        given = translate(ModelConfig, list(map(str, files)), "neox")
+        given = translate(list(map(str, files)), "neox")
     known = {"vocab_size": tp * sum(embeddings[0].shape[:1])}
     if isinstance(given, Translation):
         if (size := given.get("model_parallel_size", 1)) != tp:
@@ -61,7 +53,7 @@ def read_neox(folder: Path, given: ModelConfig | Translation | None, work: Path)
         if given.values["model"].get("activation") == "swiglu":  # its width has been computed in several ways
             down = [p.shape for _, layer, name, p in found if layer == 2 and MODULES.get(name[:-7]) == "mlp.down"]
             known |= {"ffn_hidden_size": tp * down[0][-1]} if down else {}
-    config = checked_config(given, MODEL_KEYS, **known)
+    config = checked_config(given, **known)
     ranks: list[Rank] = [{} for _ in range(tp)]
     for rank, layer, name, piece in found:
         if not BUFFER.search(name):

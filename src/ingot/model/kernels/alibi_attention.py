@@ -27,6 +27,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library
 
+from ingot.model.activation_checkpointing import EXPENSIVE_OPS
+
 LOG2E = 1.4426950408889634
 NEGLIGIBLE = 32.0  # bits under a row's largest weight; all keys beyond together are 256 times that at most
 # block of queries, block of keys, warps, stages, by padded head width; measured on an H200
@@ -106,6 +108,16 @@ def _over_keys(highest, total, result, q, k_base, v_base, row, since, column, lo
 
 
 @triton.jit
+def _query_program(qkv, sb, sg, ss, H, P: tl.constexpr):
+    """What a program works on that has one block of queries of one head, the longest rows first: the block, the head
+    over the batch, sequence and head, and where its group, its keys and its values begin."""
+    block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    b, h = (bh // H).to(tl.int64), bh % H
+    base = qkv + b * sb + (h // P) * sg
+    return block, bh, b, h, base, base + P * ss, base + (P + 1) * ss
+
+
+@triton.jit
 def _keys_of(span, b, span_b, first, reach, T, M: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr):
     """Of a block of queries: the first key to look at, where all of its queries see every key, where the diagonal
     begins, the end; and the first key of each query."""
@@ -123,10 +135,7 @@ def _keys_of(span, b, span_b, first, reach, T, M: tl.constexpr, N: tl.constexpr,
 @triton.jit
 def _forward(qkv, out, lse, slopes, reach, span, span_b, T, sb, st, sg, ss, H, scale, P: tl.constexpr, D: tl.constexpr,
              DP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the long rows first
-    b, h = (bh // H).to(tl.int64), bh % H
-    base = qkv + b * sb + (h // P) * sg
-    k, v = base + P * ss, base + (P + 1) * ss
+    block, bh, b, h, base, k, v = _query_program(qkv, sb, sg, ss, H, P)
     first = block * M
     row, column = first + tl.arange(0, M), tl.arange(0, DP)
     q = _tile(base + (h % P) * ss, row, column, st, T, D, DP, True)
@@ -252,10 +261,7 @@ def _backward_q(qkv, d_out, d_qkv, sums, lse, delta, slopes, reach, span, span_b
                 dg, ds_, H, scale, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
                 N: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     """The gradient of one block of queries, over all keys that it sees."""
-    block, bh = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    b, h = (bh // H).to(tl.int64), bh % H
-    base = qkv + b * sb + (h // P) * sg
-    k, v = base + P * ss, base + (P + 1) * ss
+    block, bh, b, h, base, k, v = _query_program(qkv, sb, sg, ss, H, P)
     first = block * M
     row, column = first + tl.arange(0, M), tl.arange(0, DP)
     q = _tile(base + (h % P) * ss, row, column, st, T, D, DP, True)
@@ -365,3 +371,4 @@ def _gradient(ctx, d_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 
 alibi_attention.register_autograd(_gradient, setup_context=_save)
+EXPENSIVE_OPS.add(torch.ops.ingot.alibi_attention.default)

@@ -1,13 +1,18 @@
 """Linear layers whose matrix products run in 8-bit floats: twice the rate of bf16 on Hopper, half the bytes.
 
-One scale per tensor, from its own largest value at each use (dynamic scaling): activations and weights in e4m3, which
-has more digits, gradients in e5m2, which has more range. Products accumulate in fp32 and come out in bf16; the weight's
-gradient comes out in fp32. What the backward pass keeps of the input is the 8-bit copy. Libraries do this with tensor
-subclasses; a function and its gradient are enough.
+A linear layer is three matrix products, and each needs both sides in 8 bits, laid out along the sum:
 
-`torch._scaled_mm` wants its left side by rows and its right side by columns, hence the transposes, which a kernel of
-ours makes on the way. Where the hardware lacks it the same numbers are made by quantising and multiplying in fp32,
-which is how the CPU tests check it.
+    forward     y  = x  @ w^T      sums over the input features      x by rows,       w by rows
+    backward    dx = dy @ w        sums over the output features     dy by rows,      w by columns
+                dw = dy^T @ x      sums over the tokens              dy by columns,   x by columns
+
+So x, w and dy are each quantized once and kept by rows and by columns; the backward pass keeps the 8-bit x. A tensor
+has one scale, from its own largest value at each use (dynamic scaling): x and w in e4m3, which has more digits, dy in
+e5m2, which has more range. Products accumulate in fp32 and come out in bf16, the weight's gradient in fp32. Weights are
+quantized once per step. Libraries do this with tensor subclasses; a function and its gradient are enough.
+
+Where the hardware lacks 8-bit products, the same numbers are made by quantizing and multiplying in fp32, which is how
+the CPU tests check them.
 """
 
 from typing import Any
@@ -16,18 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from ingot.model.kernels.bf16_weights import TRITON, NarrowLinear, autocast_dtype
+from ingot.model.kernels.bf16_weights import WorkingLinear
+from ingot.model.kernels.conditions import TRITON, autocast_dtype
 
 if TRITON:
     from ingot.model.kernels.fp8_quantize import quantize_both
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every dimension, for the tensor cores
-LEAST = 1e-12  # taken for the largest value where all are smaller, so that zeros stay zeros
+LEAST = 1e-12  # the smallest value that counts as the largest of a tensor, so that zeros stay zeros
 
 
 def why_no_fp8(device: torch.device) -> str | None:
-    """Why a device cannot multiply 8-bit floats, if it cannot."""
+    """Why a device cannot multiply 8-bit floats; None if it can."""
     if device.type != "cuda":
         return "a CPU has no 8-bit matrix products"
     if torch.cuda.get_device_capability(device) < (8, 9):
@@ -36,8 +42,8 @@ def why_no_fp8(device: torch.device) -> str | None:
 
 
 def quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What bf16 would multiply, x [n, k], in 8 bits, the same transposed, [k, n], if that is wanted, and the scale that
-    brings them back."""
+    """x [n, k] rounded to bf16 and then to 8 bits, by rows and (`columns`) by columns [k, n], and the scale that brings
+    them back."""
     return _quantize(x.bfloat16(), dtype, columns)
 
 
@@ -46,7 +52,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Ten
     if TRITON and x.is_cuda:
         return quantize_both(x.contiguous(), dtype, columns, LEAST)
     largest = x.abs().amax().float().clamp(min=LEAST)
-    limit = torch.full_like(largest, torch.finfo(dtype).max)  # a tensor, lest it be divided by way of a reciprocal
+    limit = torch.full_like(largest, torch.finfo(dtype).max)  # a tensor: a number would be divided by its reciprocal
     x8 = (x.float() * (limit / largest)).to(dtype)
     return x8, x8.t().contiguous() if columns else x8.new_empty(0, x.shape[0]), largest / limit
 
@@ -61,7 +67,7 @@ def _(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Ten
 def multiply(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """a [n, k] times b [k, m], both in 8 bits, plus bias [m]; b lies by columns."""
+    """a [n, k] times b [k, m], both in 8 bits, plus bias [m]; b is stored by columns."""
     if a.is_cuda:
         bias = bias.to(out) if bias is not None else None
         return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out, use_fast_accum=True)
@@ -69,7 +75,7 @@ def multiply(
     return (y if bias is None else y + bias.to(out)).to(out)
 
 
-class _Multiply(torch.autograd.Function):
+class _LinearFp8Function(torch.autograd.Function):
     """x [n, k] times a weight [m, k] transposed, given in 8 bits by rows and by columns, plus bias [m]."""
 
     @staticmethod
@@ -91,15 +97,16 @@ class _Multiply(torch.autograd.Function):
         return d_x.to(ctx.dtypes[0]), d_w.to(ctx.dtypes[1]), d_bias, None, None, None
 
 
-class Fp8Linear(NarrowLinear):
+class Fp8Linear(WorkingLinear):
     """A linear layer that multiplies in 8 bits under autocast; its weight stays fp32."""
 
-    columns: Tensor  # the narrow weight transposed, [k, m]
-    scale: Tensor
+    def __init__(self, layer: nn.Linear):
+        super().__init__(layer)
+        self.refresh()
 
     @torch.no_grad()
-    def renew(self) -> None:
-        self.narrow, self.columns, self.scale = quantize(self.weight, FORWARD, True)
+    def refresh(self) -> None:
+        self.rows, self.columns, self.scale = quantize(self.weight, FORWARD, True)  # [m, k], [k, m], a scalar
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])  # [n, k]
@@ -107,19 +114,13 @@ class Fp8Linear(NarrowLinear):
             return F.linear(x, self.weight, bias)
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():
-                y = _Multiply.apply(flat, self.weight, bias, self.narrow, self.columns, self.scale)
+                y = _LinearFp8Function.apply(flat, self.weight, bias, self.rows, self.columns, self.scale)
             else:
                 x8, _, x_scale = quantize(flat, FORWARD, False)
-                y = multiply(x8, x_scale, self.narrow.t(), self.scale, torch.bfloat16, bias)
+                y = multiply(x8, x_scale, self.rows.t(), self.scale, torch.bfloat16, bias)
             return y.view(*x.shape[:-1], -1)
 
 
-def use_fp8(model: nn.Module) -> int:
-    """Turn the linear layers of a model to 8 bits, in place; gives how many there are."""
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
-    layers = [layer for layer in layers if not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)]
-    for layer in layers:
-        layer.__class__ = Fp8Linear
-        assert isinstance(layer, Fp8Linear)
-        layer.renew()
-    return len(layers)
+def fits_fp8(layer: nn.Linear) -> bool:
+    """Whether the tensor cores take the shape of a layer."""
+    return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0

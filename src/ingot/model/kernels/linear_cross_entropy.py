@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""The output projection and the cross-entropy together, on a GPU, with the gradient made on the way forward.
+"""The output projection and the cross-entropy together, in Triton, with the gradient made in the forward pass.
 
 The logits are the largest tensor of a training step. Here a chunk of them is written once, in the type of the matrix
 products, and one Triton kernel turns each row in place into its gradient; the products with the weight and the hidden
@@ -20,6 +20,10 @@ import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library
+
+from ingot.model.gpt import IGNORE, CrossEntropy
+from ingot.model.kernels.bf16_weights import WorkingWeight
+from ingot.model.kernels.conditions import autocast_dtype
 
 CHUNK_BYTES = 2 << 30  # of logits at a time: few and large chunks keep the matrix products efficient
 BLOCK, WARPS = 4096, 4  # the fastest of nine on an H200
@@ -141,7 +145,7 @@ def _(total: Tensor, part: Tensor, scale: Tensor) -> None:
     return None
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,10 +154,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         vocab: int,
         ignore: int,
-        narrow: Tensor,
+        working: Tensor,
         total: Tensor | None,
     ) -> Tensor:
-        loss, *gradients = _linear_cross_entropy(hidden, narrow, labels, vocab, ignore, weight.dtype)
+        loss, *gradients = _linear_cross_entropy(hidden, working, labels, vocab, ignore, weight.dtype)
         ctx.save_for_backward(*gradients)
         ctx.total = total  # not saved: the embedding adds to it as well
         return loss
@@ -168,8 +172,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden, None, None, None, None, None, None
 
 
-# Left to itself by the compiler, which has nothing to fuse it with. Torch 2.11 describes an operator that it meets for
-# the first time, for a log that no one sees, by all that leads to it, as a tree: after 12 layers that takes hours.
+# Not compiled, since there is nothing to fuse it with. And when torch 2.11 meets an operator for the first time, it
+# describes it for a log by everything that leads to it, as a tree: after 12 layers that takes hours.
 @torch.compiler.disable
 def linear_cross_entropy(
     hidden: Tensor,
@@ -177,13 +181,27 @@ def linear_cross_entropy(
     labels: Tensor,
     vocab: int,
     ignore: int,
-    narrow_and_total: tuple[Tensor, Tensor] | None = None,
+    working: WorkingWeight | None = None,
 ) -> Tensor:
-    """The cross-entropy of hidden [..., d] times weight [R, d] transposed, in bf16, of which V columns count, summed
-    over the labels [...] that are not `ignore`. Given the weight in bf16 and where its gradient is added up, that is
-    where it goes; otherwise autograd gets it."""
+    """The cross-entropy of hidden [..., d] times weight [R, d] transposed, in bf16, of which `vocab` columns count,
+    summed over the labels [...] that are not `ignore`. Without a working form of the weight, autograd gets its
+    gradient."""
     hidden, labels = hidden.flatten(0, -2).bfloat16().contiguous(), labels.flatten()  # [N, d], [N]
-    narrow, total = narrow_and_total or (weight.detach().to(hidden.dtype), None)
+    value = weight.detach().to(hidden.dtype) if working is None else working.value()
     if not torch.is_grad_enabled() or not hidden.requires_grad:
-        return _linear_cross_entropy(hidden, narrow, labels, vocab, ignore, None)[0]
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab, ignore, narrow, total)
+        return _linear_cross_entropy(hidden, value, labels, vocab, ignore, None)[0]
+    total = None if working is None else working.grad_buffer()
+    return _LinearCrossEntropyFunction.apply(hidden, weight, labels, vocab, ignore, value, total)
+
+
+class LinearCrossEntropy(CrossEntropy):
+    """The kernel in the `loss_fn` slot."""
+
+    def __init__(self, vocab_size: int, working: WorkingWeight | None):
+        super().__init__(vocab_size)
+        self.working = working
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        if autocast_dtype(hidden.device) != torch.bfloat16:
+            return super().forward(hidden, weight, labels)
+        return linear_cross_entropy(hidden, weight, labels, self.vocab_size, IGNORE, self.working)

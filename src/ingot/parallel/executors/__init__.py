@@ -1,1 +1,1 @@
-"""What a trainer needs of a model in one process or in many: one interface, two implementations."""
+"""Running a model in one process or in many: one interface, two implementations."""

@@ -6,7 +6,7 @@ no pipeline, no DTensor. `SingleProcess` and `Distributed` implement it. A loss 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +18,8 @@ from torch import Tensor
 from ingot.config.model import ModelConfig
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.data.loading.open_dataset import IGNORE
-from ingot.model.gpt import is_matrix
+from ingot.data.loading.token_dataset import IGNORE
+from ingot.model.shapes import is_matrix
 from ingot.parallel.coordinator import Coordinator
 from ingot.parallel.dtensor import local
 from ingot.parallel.layout import Layout
@@ -47,13 +47,21 @@ class MemoryUse:
 
 
 class Messages(Protocol):
-    """Where an executor reports its decisions."""
+    """Where an executor reports its decisions: the listener of a run."""
 
     def note(self, text: str) -> None:
         """A decision, in a sentence."""
 
     def warn(self, text: str) -> None:
-        """Something that went wrong and did not stop the run."""
+        """A problem that does not stop the run."""
+
+
+class NoMessages:
+    """Where there is no run to listen to."""
+
+    def note(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
 
 
 class Executor(Protocol):
@@ -160,11 +168,14 @@ class Executor(Protocol):
     def start_comm_timer(self) -> None:
         """Start measuring how long this rank waits for others. Local."""
 
+    def stop_comm_timer(self) -> None:
+        """Stop measuring. Local."""
+
     def comm_seconds(self) -> float | None:
         """Seconds of waiting since `start_comm_timer`; None if there is nobody to wait for. Local."""
 
     def close(self) -> None:
-        """Leave the other ranks. To be called once, after the last collective."""
+        """Leave the other ranks after the last collective of a run that ended well."""
 
 
 # --- what both implementations share
@@ -195,7 +206,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 def count_labels(batch: Batch, device: torch.device) -> Tensor:
     """How many labels of a batch count in the loss. On the device, because a CUDA graph cannot divide by a number of
     the host, and torch rounds the two divisions differently."""
-    return torch.full((), np.count_nonzero(batch.labels != IGNORE), dtype=torch.float32, device=device)
+    return torch.full((), int(np.count_nonzero(batch.labels != IGNORE)), dtype=torch.float32, device=device)
 
 
 def pad_batch(batch: Batch, rows: int) -> Batch:
@@ -205,14 +216,12 @@ def pad_batch(batch: Batch, rows: int) -> Batch:
     return Batch(np.pad(batch.tokens, missing), labels, batch.samples)
 
 
-def squared_norm(gradients: Sequence[Tensor], shares: Tensor | float = 1.0) -> Tensor:
+def squared_norm(gradients: list[Tensor], shares: Tensor | float = 1.0) -> Tensor:
     """The squared norm of this rank's gradients, each weighted by the share of it that this rank counts."""
-    return (torch.stack(torch._foreach_norm(gradients, 2.0)).double() ** 2 * shares).sum()
+    return (torch.stack(torch._foreach_norm(list(gradients), 2.0)).double() ** 2 * shares).sum()
 
 
-def scale_gradients(
-    gradients: Sequence[Tensor], norm: Tensor, limit: float | None, loss_scale: Tensor | None
-) -> Tensor:
+def scale_gradients(gradients: list[Tensor], norm: Tensor, limit: float | None, loss_scale: Tensor | None) -> Tensor:
     """Divide gradients of a given global norm by `loss_scale` and scale them to a norm of at most `limit`, in one
     pass. Return the norm between the two."""
     factor = None

@@ -1,121 +1,208 @@
-"""This process's part of a model, and what needs all processes: sums, norms, weights in and out."""
+"""Many processes hold the model together, by any mix of data, tensor, context and pipeline parallelism.
+
+One process may run this as well (`parallel.shard=1`): the same program on a world of one.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ingot.config.model import ModelConfig
+from ingot.config.run import RunConfig
+from ingot.data.loading.batch_loader import Batch
 from ingot.model.init import init_weight
-from ingot.parallel.dtensor import fill, gather, local, scale_to_limit
-from ingot.parallel.mesh import ParallelMesh
-from ingot.parallel.pipeline import Pipeline, stage_of_parameter
+from ingot.model.kernels import refresh
+from ingot.model.precision import autocast
+from ingot.model.shapes import parameter_shapes
+from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoordinator
+from ingot.parallel.dtensor import fill, gather, local
+from ingot.parallel.executors.base import (
+    MemoryUse,
+    NamedParameter,
+    count_labels,
+    dropout_seed,
+    has_dropout,
+    measure_memory,
+    pad_batch,
+    run_microbatches,
+    scale_gradients,
+    squared_norm,
+    to_device,
+)
+from ingot.parallel.executors.comm_timer import CommTimer
+from ingot.parallel.executors.device import usable_memory
+from ingot.parallel.executors.oom import OutOfMemory
+from ingot.parallel.fsdp import reduce_gradients
+from ingot.parallel.parallelize import ParallelModel
+from ingot.parallel.pipeline import stage_of_parameter
+from ingot.parallel.rendezvous import World, leave_world
 
 
-class Spread:
-    """This process's part of a model, and what needs all processes: sums, norms, weights in and out."""
+class Distributed:
+    """Implements `Executor` for one of several ranks."""
 
-    def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, roots: list[nn.Module], pipeline: Pipeline | None, stages: int
-    ):
-        self.config, self.mesh, self.roots, self.pipeline, self.stages = config, mesh, roots, pipeline, stages
-        self.names: dict[Tensor, str] = {
-            parameter: name.removeprefix("gpt.") for root in roots for name, parameter in root.named_parameters()
-        }
-        # a tied embedding exists twice in a pipeline; the first stage's counts
-        twins = pipeline.tied_copies if pipeline is not None else []
-        self.twin = twins[-1] if twins and pipeline is not None and pipeline.has_last else None
-        # how much of a gradient's square is this process's to count, where several hold the same shard
-        shares = [0.0 if parameter is self.twin else 1 / _holders(parameter) for parameter in self.names]
-        self.shares = torch.tensor(shares, dtype=torch.float64, device=mesh.device)
-        self.counts_loss = mesh.tensor_rank == 0 and (pipeline is None or pipeline.has_last)
+    can_recover_from_oom = False
+    enough_tokens = 8192  # more than on one process: each microbatch gathers the weights again
 
-    # --- a step
+    def __init__(self, model: ParallelModel, config: RunConfig, world: World):
+        self.config, self.world, self.rank_env = config, world, world.place
+        self.mesh, self.roots, self.pipeline, self._stages = model.mesh, model.roots, model.pipeline, model.stages
+        self.device, self.layout, self.data_rank = self.mesh.device, self.mesh.layout, self.mesh.data_rank
+        self.coordinator: Coordinator = StoreCoordinator(world) if world.place.world > 1 else LocalCoordinator()
+        self.microbatch = 1
+        self.recompute: str | None = None
+        # a tied embedding exists twice in a pipeline; the first stage's copy counts
+        copies = self.pipeline.tied_copies if self.pipeline is not None else []
+        tied_copy = copies[-1] if self.pipeline is not None and self.pipeline.has_last and copies else None
+        self._sharded_modules = [m for root in self.roots for m in root.modules() if isinstance(m, FSDPModule)]
+        named = [(name.removeprefix("gpt."), p) for root in self.roots for name, p in root.named_parameters()]
+        self.parameters = [NamedParameter(name, p, is_tied_copy=p is tied_copy) for name, p in named]
+        self.parameter_shapes = parameter_shapes(config.model)
+        # the share of a gradient's square that this rank counts, where several ranks hold the same shard
+        shares = [0.0 if p.is_tied_copy else 1 / _holders(p.tensor) for p in self.parameters]
+        self._shares = torch.tensor(shares, dtype=torch.float64, device=self.device)
+        self._counts_loss = self.mesh.tensor_rank == 0 and (self.pipeline is None or self.pipeline.has_last)
+        self._has_dropout = has_dropout(config.model)
+        self._step = 0
+        self._comm_timer = CommTimer(self.device)
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag_reduction: dist.Work | None = None
 
-    def train(self, mode: bool = True) -> None:
-        for root in self.roots:
-            root.train(mode)
+    # --- one step
 
-    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of a batch without gradients, as far as this process computes it."""
+    def batch_part(self, batch_size: int) -> tuple[int, int]:
+        return self.layout.part(self.data_rank, batch_size)
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+
+    def accumulate(self, batch: Batch, loss_scale: Tensor | None = None) -> Tensor:
+        divisor = self.sum_data(count_labels(batch, self.device)).clamp(min=1.0)
+        if loss_scale is not None:
+            divisor = divisor / loss_scale
+        count = self._microbatch_count()
+        batch = pad_batch(batch, count * self.microbatch)
         if self.pipeline is not None:
-            return self.pipeline.evaluate(tokens, labels)
-        return self.roots[0](tokens, labels)
+            loss = self._run_pipeline(to_device(batch.tokens, self.device), batch.labels, count, divisor)
+        else:
+            loss = run_microbatches(
+                lambda tokens, labels: self._forward_backward(tokens, labels, divisor),
+                batch, self.microbatch, self.device, self._before_microbatch,
+            )  # fmt: skip
+        return loss if loss_scale is None else loss / loss_scale
 
-    def before_backward(self, last: bool) -> None:
-        """Sum gradients over replicas only after the last microbatch of a batch."""
+    def clip_gradients(self, limit: float | None, loss_scale: Tensor | None = None) -> Tensor:
+        gradients = [local(p.tensor.grad) for p in self.parameters if p.tensor.grad is not None]
+        norm = self.mesh.sum(squared_norm(gradients, self._shares)).sqrt().float()
+        return scale_gradients(gradients, norm, limit, loss_scale)
+
+    def weights_changed(self) -> None:
+        for module in self._sharded_modules:  # after an evaluation some weights are still gathered
+            module.reshard()
         for root in self.roots:
-            assert isinstance(root, FSDPModule)
-            root.set_requires_all_reduce(last)
-            root.set_is_last_backward(last)
+            refresh(root)
 
-    def batch_tokens(self, own: int) -> Tensor:
-        """The loss-bearing tokens of the global batch, of which this process's part has `own`; at least 1."""
-        count = torch.tensor(float(own), device=self.mesh.device)
-        return self.mesh.sum(count, self.mesh.speaks_for_data).clamp(min=1.0)
+    def _forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+        with autocast(self.config.precision, self.device):
+            loss = self.roots[0](tokens, labels) / divisor
+        loss.backward()
+        return loss.detach()
 
-    def lowest(self, value: float) -> float:
-        """The lowest of all processes' values, on every process."""
-        return min(row[0] for row in self.per_rank([value]))
+    def _before_microbatch(self, row: int, last: bool) -> None:
+        reduce_gradients(self.roots, last)
+        self._seed_dropout(row)
 
-    def first_says(self, value: bool) -> bool:
-        """What the first process says, on every process."""
-        return bool(self.mesh.sum(torch.tensor(float(value), device=self.mesh.device), dist.get_rank() == 0))
+    def _run_pipeline(self, tokens: Tensor, labels: np.ndarray, count: int, divisor: Tensor) -> Tensor:
+        assert self.pipeline is not None
+        self._seed_dropout(0)  # once: the schedule orders the passes, the same way in each step
+        return self.pipeline.accumulate(tokens, to_device(labels, self.device), count, divisor)
 
-    def per_rank(self, values: list[float]) -> list[list[float]]:
-        """The values of every process, in rank order."""
-        own = torch.tensor(values, dtype=torch.float64, device=self.mesh.device)
+    def _seed_dropout(self, row: int) -> None:
+        if self._has_dropout:
+            first, _ = self.batch_part(self.config.global_train_batch_size)
+            torch.manual_seed(dropout_seed(self.config.seed, self._step, first + row))
+
+    def _microbatch_count(self) -> int:
+        """Microbatches per step, the same on every rank: collectives must meet."""
+        rows = -(-self.config.global_train_batch_size // self.layout.data)
+        count = -(-rows // self.microbatch)
+        return self.pipeline.microbatches(count) if self.pipeline is not None else count
+
+    # --- evaluation
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        for root in self.roots:
+            root.eval()
+        with torch.no_grad():  # not inference_mode: weights that FSDP2 gathers there cannot be trained on later
+            yield
+        for root in self.roots:
+            root.train()
+
+    def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
+        inputs, targets = to_device(tokens, self.device), to_device(labels, self.device)
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(inputs, targets)
+        with autocast(self.config.precision, self.device):
+            return self.roots[0](inputs, targets)
+
+    # --- reductions
+
+    def sum_loss(self, share: Tensor) -> Tensor:
+        return self.mesh.sum(share, self._counts_loss)
+
+    def sum_data(self, value: Tensor) -> Tensor:
+        return self.mesh.sum(value, self.mesh.speaks_for_data)
+
+    def all_gather(self, values: list[float]) -> list[list[float]]:
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(found, own)
         return [row.tolist() for row in found]
 
-    def differing_replicas(self) -> tuple[list[int], str] | None:
-        """Ranks whose weights differ from those of most processes that should hold the same, and a parameter."""
-        own = [local(parameter.detach()).contiguous().view(torch.int32) for parameter in self.names]
-        bits = torch.stack([x.sum(dtype=torch.int64) for x in own])  # [parameters]
-        found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, bits)
-        for ranks in self.mesh.replicas():
-            counts = Counter(tuple(found[r].tolist()) for r in ranks)
-            if len(counts) > 1:
-                (usual, most), (other, second) = counts.most_common(2)
-                name = next(n for n, a, b in zip(self.names.values(), usual, other, strict=True) if a != b)
-                return [r for r in ranks if most == second or tuple(found[r].tolist()) != usual], name
-        return None
+    def from_rank_0(self, value: bool) -> bool:
+        return bool(self.all_gather([value])[0][0])
 
-    def total_loss(self, own: Tensor) -> Tensor:
-        return self.mesh.sum(own, self.counts_loss)
+    def any_rank(self, flag: int) -> int:
+        found = 0
+        if self._flag_reduction is not None:
+            self._flag_reduction.wait()
+            found = int(self._flag)
+        self._flag.fill_(flag)
+        self._flag_reduction = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
+        return found
 
-    def clip_gradients(self, limit: float | None, scale: Tensor | None = None) -> Tensor:
-        """Divide gradients by `scale` and bring them to a global norm of at most `limit`; gives the norm between the
-        two, the same on every process."""
-        gradients = [local(parameter.grad) for parameter in self.names if parameter.grad is not None]
-        norms = torch.stack(torch._foreach_norm(gradients, 2.0))
-        squares = (norms.double() ** 2 * self.shares).sum()
-        return scale_to_limit(gradients, self.mesh.sum(squares).sqrt().float(), limit, scale)
+    def check_same(self, what: str, values: dict[str, str]) -> None:
+        self.world.agree(what, values)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        leave_world()
 
     # --- weights
 
     def init_weights(self, seed: int) -> None:
         """The same initial weights as on one process."""
         with torch.no_grad():
-            for parameter, name in self.names.items():
-                whole = torch.empty(parameter.shape, device=self.mesh.device)
-                init_weight(whole, name, self.config, seed)
-                fill(parameter, whole)
+            for parameter in self.parameters:
+                whole = torch.empty(parameter.tensor.shape, device=self.device)
+                init_weight(whole, parameter.name, self.config.model, seed)
+                fill(parameter.tensor, whole)
 
-    def collect(self, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, one at a time, on rank 0; the others take part and get nothing.
-
-        `tensors` holds this process's shards by `KEY/PARAMETER` or `PARAMETER`; `shapes` all names with their shapes.
-        """
+    def full_tensors(
+        self, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
         rank = dist.get_rank()
         for name, shape in shapes.items():
-            stage = stage_of_parameter(name.rpartition("/")[2], self.config, self.stages)
+            stage = stage_of_parameter(name.rpartition("/")[2], self.config.model, self._stages)
             owner = self.pipeline.stage_rank_of(stage) if self.pipeline is not None else 0
             leader = self.mesh.leader_of_stage(owner)
             if owner == self.mesh.stage_rank:
@@ -128,9 +215,66 @@ class Spread:
             if rank == 0:
                 yield name, whole
 
+    def differing_replicas(self) -> tuple[list[int], str] | None:
+        own = [local(p.tensor.detach()).contiguous().view(torch.int32) for p in self.parameters]
+        bits = torch.stack([x.sum(dtype=torch.int64) for x in own])  # [parameters]
+        found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, bits)
+        for ranks in self.mesh.replicas():
+            counts = Counter(tuple(found[r].tolist()) for r in ranks)
+            if len(counts) > 1:
+                (usual, most), (other, second) = counts.most_common(2)
+                name = next(p.name for p, a, b in zip(self.parameters, usual, other, strict=True) if a != b)
+                return [r for r in ranks if most == second or tuple(found[r].tolist()) != usual], name
+        return None
+
+    # --- memory and time
+
+    def set_recompute(self, kind: str | None) -> None:
+        self.recompute = kind
+        for root in self.roots:
+            root.gpt.activation_checkpointing = kind
+
+    def memory_limit(self) -> int | None:
+        limit = usable_memory(self.device)
+        return int(min(row[0] for row in self.all_gather([limit]))) if limit is not None else None
+
+    def probe_memory(self, microbatch: int) -> MemoryUse | None:
+        try:
+            use = measure_memory(self, self.config, microbatch, self._probe_pass)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory("before the first step", microbatch, str(error).partition("\n")[0]) from None
+        if self.pipeline is not None:
+            self.pipeline.forget_shapes()
+        for parameter in self.parameters:
+            parameter.tensor.grad = None
+        torch.cuda.empty_cache()
+        ranks = self.all_gather([use.kept, use.peak])
+        return MemoryUse(*(int(max(column)) for column in zip(*ranks, strict=True)))
+
+    def _probe_pass(self, tokens: np.ndarray) -> None:
+        one = torch.ones((), device=self.device)
+        if self.pipeline is not None:
+            count = self.pipeline.microbatches(1)  # as many as are in flight at a time
+            tokens = np.tile(tokens, (count, 1))
+            self._run_pipeline(to_device(tokens, self.device), tokens, count, one)
+        else:
+            reduce_gradients(self.roots, last=True)
+            inputs = to_device(tokens, self.device)
+            self._forward_backward(inputs, inputs, one)
+
+    def start_comm_timer(self) -> None:
+        self._comm_timer.start()
+
+    def stop_comm_timer(self) -> None:
+        self._comm_timer.stop()
+
+    def comm_seconds(self) -> float | None:
+        return self._comm_timer.seconds
+
 
 def _holders(parameter: Tensor) -> int:
-    """How many processes hold the same values of a parameter's shard."""
+    """How many ranks hold the same values of a parameter's shard."""
     assert isinstance(parameter, DTensor)
     copies = 1
     for axis, placement in enumerate(parameter.placements):

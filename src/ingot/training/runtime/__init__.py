@@ -1,1 +1,1 @@
-"""A run as a process: lease, heartbeat, stop requests, run folder."""
+"""The run as a process: lease, heartbeat, stop requests, run folder."""

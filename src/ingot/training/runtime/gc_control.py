@@ -1,17 +1,17 @@
-"""Python's collector of cyclic garbage, run where the loop can afford it.
+"""Runs Python's cyclic garbage collector at fixed steps.
 
-Left alone it looks through all objects of a process whenever enough have come into being: some hundred ms, at a moment
-of its own choosing, and on many processes at a different moment on each, where all wait for the slowest. What start-up
-and compiling have made is set aside after the first step, so that what is looked through later is little.
+By default a collection starts whenever enough objects have been allocated: some hundred ms at any moment of a step, and
+at a different moment on every rank, while the others wait. Objects made during start-up and compilation are excluded
+after the first step, so later collections are fast.
 """
 
 import gc
 
-EVERY = 100  # steps
+COLLECT_EVERY = 100  # steps
 
 
-class Garbage:
-    """The collector in our hands, from here to `close`."""
+class GcControl:
+    """Disables automatic collection until `close`."""
 
     def __init__(self) -> None:
         gc.disable()
@@ -19,7 +19,7 @@ class Garbage:
 
     def after_step(self) -> None:
         self.steps += 1
-        if self.steps == 1 or self.steps % EVERY == 0:
+        if self.steps == 1 or self.steps % COLLECT_EVERY == 0:
             gc.collect()
         if self.steps == 1:
             gc.freeze()

@@ -1,10 +1,10 @@
-"""A sign of life that can be seen from outside, without the help of the process that gives it.
+"""A heartbeat that the supervisor reads without the cooperation of the process.
 
-A process writes the time of its last progress, and how long the next may take, into a few bytes of a mapped file. Its
-supervisor reads them: a process that is stopped, holds the interpreter's lock or waits for ever in a collective stops
-writing, and is found all the same. (A collective's own timeout would find it after ten minutes, and name nobody.)
+A rank writes the time of its last progress, and how long the next may take, into a few bytes of a memory-mapped file.
+A rank that is stopped, holds the GIL or hangs in a collective stops writing, and the supervisor notices. (The timeout
+of the collective would fire after ten minutes and name no rank.)
 
-Times are of the machine's monotonic clock, which its processes share.
+Times are from the machine's monotonic clock, which all processes share.
 """
 
 import faulthandler
@@ -21,31 +21,31 @@ from pathlib import Path
 
 VARIABLE = "INGOT_HEARTBEAT_FILE"
 STACKS_VARIABLE = "INGOT_STACKS_FILE"
-START_FACTOR = 30  # before the first step: imports, compilation, reading a checkpoint
-SLOW_FACTOR = 10  # of the longest step seen
-FORMAT = struct.Struct("<dddqqq")  # last beat, seconds that the next may take, start, batch, two counts of collectives
+START_FACTOR = 30  # times the timeout, before the first step: imports, compilation, reading a checkpoint
+SLOW_FACTOR = 10  # times the longest step so far
+FORMAT = struct.Struct("<dddqqq")  # the fields of Beat
 BEAT, COUNTS = struct.Struct("<dddq"), struct.Struct("<qq")
 COUNT_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process said last."""
+    """The last heartbeat of a rank."""
 
     at: float
-    allowed: float
-    started: float
+    allowed: float  # seconds until the next
+    started: float  # when the rank started
     batch: int
-    world_collectives: int  # how many it has joined of those that all processes join
-    collectives: int  # how many it has joined, over all groups
+    world_collectives: int  # collectives of all ranks that this one has joined
+    collectives: int  # collectives that it has joined, over all groups
 
     def late(self, now: float) -> float:
-        """Seconds beyond what was allowed; negative while all is well."""
+        """Seconds beyond what is allowed; negative if on time."""
         return now - self.at - self.allowed
 
 
 class Heartbeat:
-    """The writing side. Does nothing where no supervisor asked for it."""
+    """The writing side. Does nothing unless a supervisor set INGOT_HEARTBEAT_FILE."""
 
     def __init__(self, timeout: float):
         self.timeout, self.longest, self.allowed = timeout, 0.0, START_FACTOR * timeout
@@ -59,7 +59,7 @@ class Heartbeat:
         self.alive()
 
     def step(self, batch: int) -> None:
-        """A batch begins. After the first two, which may compile, steps tell how long the next may take."""
+        """A batch begins. After the first two, which may compile, the longest step limits the next."""
         now = time.monotonic()
         if self.steps >= 2:
             self.longest = max(self.longest, now - self.last)
@@ -68,17 +68,17 @@ class Heartbeat:
         self.alive()
 
     def alive(self) -> None:
-        """Something other than a step moved on: a batch of an evaluation, a part of a checkpoint."""
+        """Progress other than a step: a batch of an evaluation, a part of a checkpoint."""
         if self.map is not None:
             BEAT.pack_into(self.map, 0, time.monotonic(), self.allowed, self.started, self.batch)
 
     def pause(self) -> None:
-        """An evaluation or a save follows: it may take its time, which says nothing about the next step."""
+        """An evaluation or a save follows: allow it more time, and do not count it as a step."""
         self.allowed, self.steps = START_FACTOR * self.timeout, min(self.steps, 1)
         self.alive()
 
     def _count_collectives(self) -> None:
-        """Keep writing how many collectives this process has joined: it cannot be asked when it hangs in one."""
+        """Keep writing how many collectives this rank has joined; once it hangs in one, it cannot be asked."""
         assert self.map is not None
         while True:
             time.sleep(COUNT_SECONDS)
@@ -87,11 +87,11 @@ class Heartbeat:
 
 def collectives_joined() -> tuple[int, int]:
     """The sequence number of the group of all processes, and the sum of those of all groups."""
-    # None before torch has been imported, by another thread perhaps
+    # None until some thread has imported torch
     groups = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     counts = {}
     for group in list(groups.pg_map) if groups is not None else []:
-        with suppress(RuntimeError):  # a backend that does not count
+        with suppress(RuntimeError):  # the backend does not count
             counts[group] = group._get_sequence_number_for_group()
     return (counts.get(groups.default_pg, 0) if groups is not None else 0), sum(counts.values())
 
@@ -106,13 +106,14 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def make_file(path: Path) -> None:
+    """Create a heartbeat file, before its rank starts."""
     path.write_bytes(bytes(FORMAT.size))
 
 
 def dump_stacks_on_request() -> None:
     """Write the stacks of all threads when the supervisor sends SIGUSR1, and when this process crashes.
 
-    The handler is C code: it works while another thread holds the interpreter's lock.
+    The handler is C code, so it works while another thread holds the GIL.
     """
     path = os.environ.get(STACKS_VARIABLE)
     if path is None:

@@ -1,8 +1,8 @@
-"""One owner per run folder: a file `owner.json` that its owner touches every few seconds.
+"""One owner per run folder: a file `owner.json` that the owner touches every few seconds.
 
-A second run on the same folder is refused, with the owner's name. An owner that died on this machine is seen at once
-by its process id; one on another machine is dead when its file has not been touched for a minute, which is waited for.
-Ages are taken from the folder's own file system, so clocks that differ between machines do not matter.
+A second run on the same folder is refused, naming the owner. A dead owner on this machine is recognized by its process
+id. An owner on another machine counts as dead when its file has not been touched for a minute; a new run waits that
+long. Ages come from the folder's own file system, so different clocks do not matter.
 """
 
 import json
@@ -21,14 +21,14 @@ EXPIRY_SECONDS = 60.0
 
 
 class Lease:
-    """Held from creation until `release`, or until the process dies."""
+    """Held from construction until `release` or the death of the process."""
 
     def __init__(self, run: Path, expiry: float = EXPIRY_SECONDS):
         self.path, self.lost = run / OWNER, False
         pid, job = os.getpid(), os.environ.get("SLURM_JOB_ID")
         self.content = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start_time(pid), "job": job})
         try:
-            self._take(expiry)
+            self._acquire(expiry)
         except OSError as error:
             raise disk_error("write the run folder", run, error) from None
         self.ended = threading.Event()
@@ -42,28 +42,26 @@ class Lease:
             self.path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise if another process has taken the folder, having found this one dead."""
+        """Raise if another process has taken over the folder because this one seemed dead."""
         if self.lost:
-            raise OwnerError(f"{self.path.parent} was taken over by {_describe(_read(self.path))}; this run ends")
+            raise OwnerError(f"{self.path.parent} was taken over by {_describe(_read(self.path))}; this run stops")
 
-    def _take(self, expiry: float) -> None:
+    def _acquire(self, expiry: float) -> None:
         draft = self.path.with_name(f".{OWNER}.{os.getpid()}")
         draft.write_text(self.content)
         try:
             for _ in range(3):
                 try:
-                    os.link(draft, self.path)  # fails if the name exists: of two, one wins
+                    os.link(draft, self.path)  # fails if the name exists: only one wins
                     return
                 except FileExistsError:
                     owner = _read(self.path)
-                    if _lives(owner, self.path, expiry):
-                        raise OwnerError(
-                            f"{self.path.parent} belongs to a run that is going on, {_describe(owner)}; stop it first "
-                            "or choose another save_folder"
-                        ) from None
+                    if _is_alive(owner, self.path, expiry):
+                        what = f"{self.path.parent} is in use by {_describe(owner)}"
+                        raise OwnerError(f"{what}; stop it first or choose another save_folder") from None
                     doomed = self.path.with_name(f".{OWNER}.dead-{os.getpid()}")
-                    os.replace(self.path, doomed)  # of two that find a dead owner, one gets here first; the other...
-                    if _read(doomed) != owner:  # ...has just taken the winner's file: give it back
+                    os.replace(self.path, doomed)  # another run may have replaced the dead owner meanwhile:
+                    if _read(doomed) != owner:  # then this is its file; give it back
                         os.replace(doomed, self.path)
                     else:
                         doomed.unlink()
@@ -79,15 +77,15 @@ class Lease:
                     return
                 os.utime(self.path)
             except OSError:
-                pass  # the folder is away for a moment; saving will complain
+                pass  # the folder is unavailable; if that lasts, saving fails
 
 
 def clear_stop_request(run: Path) -> None:
-    """Remove a file STOP of an earlier life. For the command by which a user starts a run, before its processes: one
-    that is made from then on is for this run, so they never remove it. That of a run that is still going on stays."""
+    """Remove the file STOP of an earlier run, unless that is still running. Only the user's command calls this, before
+    it starts ranks: a file created later is a request to this run."""
     owner = run / OWNER
     content = _read(owner)
-    if content.get("host") != socket.gethostname() or not _lives(content, owner, 0):
+    if content.get("host") != socket.gethostname() or not _is_alive(content, owner, 0):
         try:
             (run / STOP).unlink(missing_ok=True)
         except OSError as error:
@@ -107,7 +105,7 @@ def _describe(owner: dict) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}{job}"
 
 
-def _lives(owner: dict, path: Path, expiry: float) -> bool:
+def _is_alive(owner: dict, path: Path, expiry: float) -> bool:
     if owner.get("host") == socket.gethostname():
         pid = owner.get("pid")
         return isinstance(pid, int) and owner.get("started") is not None and _start_time(pid) == owner["started"]
@@ -116,17 +114,17 @@ def _lives(owner: dict, path: Path, expiry: float) -> bool:
             touched = path.stat().st_mtime_ns
             left = expiry - (os.stat(now.name).st_mtime_ns - touched) / 1e9
         end = time.monotonic() + left
-        while time.monotonic() < end:  # a dead owner's node may have gone down a moment ago; a living one beats
+        while time.monotonic() < end:  # a living owner touches its file in this time
             time.sleep(0.2)
             if path.stat().st_mtime_ns != touched:
                 return True
     except FileNotFoundError:
-        pass  # released this moment
+        pass  # just released
     return False
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process of this machine began, in clock ticks since boot: with the id, it names a process for good."""
+    """When a process of this machine started, in clock ticks since boot: identifies it, together with its id."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The names in a run folder. Apart, so that a launcher can know them without loading torch."""
+"""The names in a run folder, in a file of their own so that a launcher can know them without loading torch."""
 
 from ingot.checkpoint.manifest import CHECKPOINTS
 
@@ -8,12 +8,12 @@ TOKENIZER = "tokenizer"
 LOGS = "logs"
 TENSORBOARD = "tensorboard"
 SAMPLES = "samples"
-GUARDS = "guards.jsonl"  # batches that were left out, and why
-OWNER = "owner.json"  # while a run is going on
-STOP = "STOP"  # made by the user: save and end
-FINISHED = "FINISHED"  # made at the end of a run
+GUARDS = "guards.jsonl"  # skipped batches, and why
+OWNER = "owner.json"  # exists while a run owns the folder
+STOP = "STOP"  # created by the user: save and stop
+FINISHED = "FINISHED"  # created at the end of a run
 FAILURES = "failures.jsonl"  # why processes failed
-MICROBATCH = "microbatch.json"  # a microbatch size that did not fit
+MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
 OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES,
         MICROBATCH)  # fmt: skip
-"""What starting over removes."""
+"""What `--fresh` removes."""

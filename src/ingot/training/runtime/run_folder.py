@@ -1,4 +1,4 @@
-"""The run folder: what is in it, starting over in it, and whether a checkpoint in it may be continued."""
+"""The run folder: opening it, `--fresh`, and whether its checkpoint may be resumed with the current config."""
 
 import json
 import shutil
@@ -7,14 +7,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ingot.checkpoint.manifest import MANIFEST, Manifest, write_atomically
+from ingot.checkpoint.manifest import MANIFEST, Manifest
+from ingot.config.dotted_keys import flatten
 from ingot.config.load import to_yaml
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, disk_error
+from ingot.storage.atomic import write_whole
 from ingot.training.runtime.lease import Lease
 from ingot.training.runtime.run_files import CONFIG, LOGS, OURS
 
-# A run that continued with another value here would not be the run that the checkpoint is of.
+# With another value of these keys it would be another run.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
          "optimizer.name")  # fmt: skip
 EXECUTION = ("name", "max_wall_time", "hang_timeout", "save_folder", "load_path", "device",
@@ -25,7 +27,7 @@ EXECUTION = ("name", "max_wall_time", "hang_timeout", "save_folder", "load_path"
 
 
 def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
-    """Make the folder and own it, emptied of an earlier run if asked; fail now if it cannot be written."""
+    """Create the folder, take its lease, and with `fresh` remove what an earlier run left."""
     run = Path(config.run_folder)
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -33,7 +35,7 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
         if fresh:
             for name in OURS:
                 path = run / name
-                if name == LOGS:  # the processes of this start already write their own logs there
+                if name == LOGS:  # the ranks of this launch already write their own logs there
                     for log in path.glob("*"):
                         if not log.name.startswith("rank-"):
                             log.unlink()
@@ -48,15 +50,15 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
 
 
 def write_config(run: Path, config: RunConfig) -> None:
-    """Keep the resolved config, once it is sure that the run goes on with it."""
+    """Write the resolved config, once nothing can refuse it any more."""
     try:
-        write_atomically(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
+        write_whole(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
     except OSError as error:
         raise disk_error("write", run / CONFIG, error) from None
 
 
 def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
-    """Fail before step 1 rather than at the first save."""
+    """Fail before step 1 instead of at the first save."""
     free = shutil.disk_usage(run).free
     if free < checkpoint_bytes:
         raise disk_error(
@@ -66,7 +68,7 @@ def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
 
 
 class ResumeState(msgspec.Struct):
-    """What a resumed run takes from the manifest's `state`."""
+    """What a resumed run reads from the `state` of a manifest."""
 
     data: dict[str, Any]
     scaler: dict[str, Any]
@@ -78,19 +80,20 @@ class ResumeState(msgspec.Struct):
 
 
 def read_state(manifest: Manifest) -> ResumeState:
-    """The state to resume from, checked by type and bounds: a manifest may come from anywhere."""
+    """The state to resume from, with types and bounds checked: a manifest may come from anywhere."""
     try:
         return msgspec.convert(manifest.state, ResumeState)
     except msgspec.ValidationError as error:
         raise CheckpointError(
-            f"{manifest.folder / MANIFEST} is damaged: its state is not that of a run ({error}); restore it, or move "
+            f"{manifest.folder / MANIFEST} is damaged: its state cannot be resumed ({error}); restore it, or move "
             f"{manifest.folder} away to continue from the checkpoint before it"
         ) from None
 
 
 def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
     """What differs between a checkpoint's config and this one; raises if it may not be continued."""
-    old, new = _flatten(manifest.state.get("config", {})), _flatten(json.loads(config.model_dump_json()))
+    configs = manifest.state.get("config", {}), json.loads(config.model_dump_json())
+    old, new = ({key: value for key, value in flatten(values).items() if value != {}} for values in configs)
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
     shown = {k: f"{k} was {old.get(k)} and is now {new.get(k)}" for k in changed}
     for key in changed:
@@ -105,12 +108,3 @@ def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
                 "the data or the meaning of its state; choose another save_folder, or start over with --fresh"
             )
     return [text for key, text in shown.items() if not key.startswith(EXECUTION)]
-
-
-def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix: values}
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat

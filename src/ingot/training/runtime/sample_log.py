@@ -1,6 +1,6 @@
-"""Which samples each process trained on, one line per batch: samples/rank-N.txt (`loggers.samples=true`).
+"""Which samples each rank trained on, one line per batch: samples/rank-N.txt (`loggers.samples=true`).
 
-On resume the files are cut back to the checkpoint, as the metrics are, so each batch of a run stands there once.
+On resume the files are truncated to the checkpoint, like the metrics, so each batch of a run is listed once.
 """
 
 from pathlib import Path
@@ -14,12 +14,12 @@ from ingot.training.runtime.run_files import SAMPLES
 class SampleLog:
     """Appends `BATCH: ID ID ...`."""
 
-    def __init__(self, run: Path, rank: int, wanted: bool):
-        self.path, self.wanted = run / SAMPLES / f"rank-{rank}.txt", wanted
+    def __init__(self, run: Path, rank: int, enabled: bool):
+        self.path, self.enabled = run / SAMPLES / f"rank-{rank}.txt", enabled
         self.file: IO[str] | None = None
 
     def write(self, batch: int, samples: np.ndarray) -> None:
-        if not self.wanted:
+        if not self.enabled:
             return
         if self.file is None:
             self.path.parent.mkdir(exist_ok=True)
@@ -33,8 +33,8 @@ class SampleLog:
             self.file = None
 
 
-def cut_back(run: Path, batch: int) -> None:
-    """Forget what came after a batch, in the files of all processes, of which there may have been more."""
+def truncate_sample_logs(run: Path, batch: int) -> None:
+    """Remove the lines after a batch from the files of all ranks, including ranks of an earlier, larger run."""
     for path in (run / SAMPLES).glob("rank-*.txt"):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(x for x in lines if x.endswith("\n") and int(x.partition(":")[0]) <= batch))

@@ -1,8 +1,8 @@
-"""Asking a run to stop: it saves after the step at hand and ends, on all processes after the same step.
+"""Stop requests: the run saves after the current step and ends, on all ranks after the same step.
 
-TERM, USR2, HUP (the terminal is gone), one INT (Ctrl-C), a file STOP in the run folder and `max_wall_time` all mean
-that. A second INT means: now. A request may reach one process only, so it is spread over all: a flag is reduced in the
-background while a step runs, and looked at after it. Nothing on the device waits for it.
+SIGTERM, SIGUSR2, SIGHUP (the terminal is lost), one SIGINT (Ctrl-C), a file STOP in the run folder and `max_wall_time`
+request a stop; a second SIGINT stops immediately. A request may reach only one rank, so all ranks reduce a flag in the
+background while a step runs and read it afterwards. Nothing on the device waits for it.
 """
 
 import signal
@@ -11,26 +11,24 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
+from ingot.parallel.executors.base import Executor
 from ingot.training.runtime.hangup import ignores_hangup, leave_terminal
 from ingot.training.runtime.run_files import STOP
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-STOP_FILE_SECONDS = 1.0  # how often the run folder is looked at
+STOP_FILE_SECONDS = 1.0  # between checks for the file STOP
 
-# numbered, so that the greatest of all processes can be found by a reduction
+# by number, so that a maximum over the ranks agrees on one
 REASONS = ("", "max_wall_time is over", "the file STOP is in the run folder", *(s.name for s in SIGNALS))
 
 
 def start_compilers() -> None:
-    """Start torch's processes that compile kernels, deaf to the signals that ask for a stop.
+    """Start torch's compiler processes with stop signals blocked.
 
-    Such a signal goes to a whole process group where `timeout` or a batch system sends it. This process takes it as a
-    request; theirs would end, and torch waits for ever for what they were to compile.
+    `timeout` and batch systems signal a whole process group. This process treats the signal as a request, but it would
+    kill the compilers, and torch would wait for their results forever.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process inherits it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited by new processes
     try:
         from torch._inductor.async_compile import AsyncCompile
 
@@ -40,21 +38,19 @@ def start_compilers() -> None:
 
 
 class StopRequest:
-    """Listens for requests on this process. Signal handlers belong to the main thread; elsewhere there are none."""
+    """Receives stop requests of this rank. Signals are only handled if it is created in the main thread."""
 
     def __init__(self, folder: Path, max_seconds: float | None):
         self.folder = folder
         self.deadline = time.monotonic() + max_seconds if max_seconds is not None else None
         self.number = 0
-        self.looked = 0.0
-        self.before: dict[signal.Signals, object] = {}
+        self.last_check = 0.0
+        self.old_handlers: dict[signal.Signals, object] = {}
         if threading.current_thread() is threading.main_thread():
-            self.before = {s: signal.signal(s, self._handle) for s in SIGNALS if not ignores_hangup(s)}
-        self.flag = torch.zeros(1, dtype=torch.int32)
-        self.reduction: dist.Work | None = None
+            self.old_handlers = {s: signal.signal(s, self._handle) for s in SIGNALS if not ignores_hangup(s)}
 
     def close(self) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -64,31 +60,21 @@ class StopRequest:
             leave_terminal()
         self.number = REASONS.index(signal.Signals(number).name)
 
-    def _look(self) -> int:
+    def _local_request(self) -> int:
         now = time.monotonic()
         if not self.number and self.deadline is not None and now >= self.deadline:
             self.number = 1
-        if not self.number and now - self.looked >= STOP_FILE_SECONDS:
-            self.looked = now
+        if not self.number and now - self.last_check >= STOP_FILE_SECONDS:
+            self.last_check = now
             self.number = 2 if (self.folder / STOP).exists() else 0
         return self.number
 
-    def before_first_step(self) -> str:
-        """Why not to begin at all, the same on every process: a file STOP that was made while the run started. Signals
-        and wall time count after the step: a run that is started again and again gets on by a step each time."""
-        self.flag.fill_(2 if (self.folder / STOP).exists() else 0)
-        if dist.is_initialized():
-            dist.all_reduce(self.flag, op=dist.ReduceOp.MAX)
-        return REASONS[int(self.flag)]
+    def before_first_step(self, executor: Executor) -> str:
+        """Why not to start at all, the same on every rank: a file STOP created during start-up. Signals and wall time
+        count after a step, so that a run that is restarted again and again makes progress."""
+        own = 2 if (self.folder / STOP).exists() else 0
+        return REASONS[int(max(flag for (flag,) in executor.all_gather([own])))]
 
-    def after_step(self) -> str:
-        """Why the run must stop now, the same on every process; empty to go on."""
-        if not dist.is_initialized():
-            return REASONS[self._look()]
-        number = 0
-        if self.reduction is not None:
-            self.reduction.wait()
-            number = int(self.flag)
-        self.flag.fill_(self._look())
-        self.reduction = dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, async_op=True)
-        return REASONS[number]
+    def after_step(self, executor: Executor) -> str:
+        """Why the run must stop now, the same on every rank; empty to continue."""
+        return REASONS[executor.any_rank(self._local_request())]

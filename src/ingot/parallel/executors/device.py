@@ -1,17 +1,18 @@
-"""Where and how arithmetic is done: device, precision, determinism, and the peak that utilisation is measured by."""
+"""The device of this process: which one, its memory, its peak FLOP/s, and whether kernels are compiled and
+deterministic there."""
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.model.precision import compute_dtype
 from ingot.parallel.layout import Layout
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what autocast multiplies
-# Dense bf16 peaks in FLOP/s from the vendor's data sheets, by a part of the device name; the first match counts.
+USABLE = 0.94  # of the memory, by measured peaks: the rest is for communication and fragmentation
+# Dense bf16 peak FLOP/s from the vendors' data sheets, by part of the device name; the first match counts.
 PEAKS = {
     "H200": 989.5e12, "H100 PCIe": 756.5e12, "H100": 989.5e12, "H800": 989.5e12, "B200": 2250e12, "B100": 1750e12,
     "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "V100": 125e12,
@@ -19,9 +20,9 @@ PEAKS = {
 
 
 def choose_device(config: RunConfig, local_rank: int = 0) -> tuple[torch.device, str]:
-    """The device to run on, and why: of several GPUs, each process of a machine takes the one of its number."""
+    """The device to run on, and why. Each process of a machine takes the GPU with its local rank."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch finds no GPU here; `ingot doctor` says what is missing")
+        raise ConfigError("device=cuda, but torch finds no GPU here; `ingot doctor` shows what is missing")
     if config.device == "auto":
         found = torch.cuda.is_available()
         kind, why = ("cuda", "a GPU was found") if found else ("cpu", "no GPU was found")
@@ -51,48 +52,35 @@ def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> t
 
 
 def set_memory_budget(part: float, compiled: bool) -> None:
-    """Let the compiler keep as much of the activations as fits into a part of what keeping all would take."""
+    """Let the compiler keep only this part of the activations' memory and recompute the rest."""
     if not compiled:
         raise ConfigError(f"activation_checkpointing={part} is a budget for the compiler, and compile is off here")
-    import torch._functorch.config as functorch  # which torch alone does not bring
+    import torch._functorch.config as functorch  # not imported by torch itself
 
     functorch.activation_memory_budget = part
 
 
-def check_spread(config: RunConfig, layout: Layout) -> None:
-    """What a model spread over processes cannot do (yet) is refused before they meet."""
-    if config.precision == "fp8":
-        raise ConfigError("precision=fp8 works on one process only, since its weights are not sharded yet; use bf16")
-    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
-        raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Matrix products in the run's precision; weights stay fp32."""
-    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision])
-
-
 def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) -> bool:
-    """Ask torch for deterministic kernels if the run wants them."""
+    """Ask torch for deterministic kernels if the run wants them. Return whether it does."""
     wanted = config.deterministic is True or (config.deterministic == "auto" and device.type == "cpu")
     if compiled:
         torch.use_deterministic_algorithms(wanted, warn_only=True)
-    else:  # the same, without a word to the compiler, whose import takes a second
+    else:  # the same, without importing the compiler, which takes a second
         torch.set_deterministic_debug_mode("warn" if wanted else "default")
     return wanted
 
 
 @cache
 def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
-    """The device's peak rate and where the figure is from: a data sheet, or a matrix product timed here."""
+    """The device's peak FLOP/s and its source: a data sheet, or a matrix product timed here."""
     if device.type == "cuda" and precision != "fp32":
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAKS.items():
             if part in name:
                 return peak, f"data sheet of {part}"
-    size = 8192 if device.type == "cuda" else 1024 if precision != "fp16" else 256  # which CPUs are slow at
-    dtype = DTYPES.get(precision, torch.float32)
-    own = torch.Generator(device).manual_seed(0)  # not the run's, whose dropout would depend on whether this is timed
+    size = 8192 if device.type == "cuda" else 1024 if precision != "fp16" else 256  # slow on CPUs
+    dtype = compute_dtype(precision)
+    own = torch.Generator(device).manual_seed(0)  # leaves the global one alone
     a = torch.randn(size, size, device=device, dtype=dtype, generator=own)
     a @ a
     best = float("inf")
@@ -106,12 +94,19 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a device that a process may fill; unknown on a CPU, where processes share what there is."""
+    """Bytes of memory of a GPU; None for a CPU, whose memory is shared by processes."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
+def usable_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory that this process may fill; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(USABLE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+
+
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Memory in GB, under the names that dashboards have."""
+    """Memory in GB, under the names that dashboards use."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         return {

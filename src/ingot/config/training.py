@@ -1,0 +1,96 @@
+"""How a run is trained and watched: optimizer, learning rate, guards, loggers."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ingot.config.base import Section
+from ingot.config.durations import Duration
+
+
+class OptimizerConfig(Section):
+    """The optimizer and its settings."""
+
+    name: Literal["adamw", "decoupled_adamw", "lion", "muon"] = "decoupled_adamw"
+    """adamw decays by lr x weight_decay; decoupled_adamw by (lr / peak lr) x weight_decay, as in Composer; lion is
+    decoupled too; muon updates the hidden matrices and leaves the rest to AdamW."""
+    lr: float = Field(default=6e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the running averages of gradients and of their squares."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator, for numerical stability (AdamW)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay; see name for what it is multiplied by."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """Which weights decay: matrices and embeddings (Megatron, NeoX), or biases and norms too (Composer)."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum (Muon)."""
+
+
+class SchedulerConfig(Section):
+    """The learning rate, a pure function of the run's progress."""
+
+    name: Literal[
+        "constant_with_warmup", "linear_decay_with_warmup", "cosine_with_warmup", "exponential_decay_with_warmup",
+        "inv_sqrt_with_warmup", "wsd"
+    ] = "cosine_with_warmup"  # fmt: skip
+    """Shape after the warmup; exponential_decay is alpha_f to the power of the progress."""
+    t_warmup: Duration = Duration(0, "ba")
+    """Length of the linear warmup."""
+    warmup_start: float = Field(default=0.0, ge=0, le=1)
+    """Learning rate at the start of the warmup, as a fraction of the peak."""
+    t_max: Duration = Duration(1, "dur")
+    """When linear, cosine, exponential and wsd reach alpha_f and inv_sqrt ends, counted from the start of the run."""
+    alpha_f: float = Field(default=0.1, ge=0, le=1)
+    """Final learning rate as a fraction of the peak."""
+    t_scale: Duration | None = None
+    """inv_sqrt: the time after which the learning rate has fallen to 1/sqrt(2). Default: t_warmup."""
+    t_cooldown: Duration = Duration(0, "ba")
+    """inv_sqrt: length of a final linear decay to alpha_cooldown."""
+    alpha_cooldown: float = Field(default=0.0, ge=0, le=1)
+    """inv_sqrt: learning rate at the end of the cooldown, as a fraction of the peak."""
+    t_decay: Duration = Duration(0.1, "dur")
+    """wsd: length of the final decay."""
+    warmup_floor: int = Field(default=0, ge=0)
+    """Smallest batch number that the warmup computes with: with 1 the first step has a learning rate above 0
+    (GPT-NeoX), with 0 it does not (everyone else)."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Lower bound of the learning rate after the warmup, as a fraction of the peak."""
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "sqrt"
+    """wsd: shape of the final decay; sqrt is 1 - sqrt(progress), exponential 2 x 0.5^progress - 1 (Megatron)."""
+
+
+class GuardsConfig(Section):
+    """What to do when the numbers go wrong. stop: end the run; the last checkpoint is good. skip: drop this batch
+    (checks every step before it changes weights, so the GPU waits for the host). rollback: go back to the last
+    checkpoint and skip this batch from there on."""
+
+    non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """What to do when a loss or gradient norm is NaN or infinite."""
+    spike: Literal["ignore", "stop", "skip", "rollback"] = "ignore"
+    """What to do when a loss jumps."""
+    spike_threshold: float = Field(default=10.0, gt=0)
+    """A jump is this many robust deviations (1.48 x the median distance from the median) above the median."""
+    spike_window: int = Field(default=128, ge=8)
+    """Number of batches that median and deviation are computed over."""
+    max_skips: int = Field(default=20, ge=0)
+    """Stop the run after more skipped batches than this."""
+    checksum_interval: Duration = Duration(0, "ba")
+    """How often processes with the same weights compare them; 0ba for never."""
+
+
+class TensorBoardConfig(Section):
+    """Event files for TensorBoard."""
+
+    log_dir: str | None = None
+    """Where to write. Default: tensorboard/ in the run folder."""
+
+
+class LoggersConfig(Section):
+    """Where metrics go in addition to the console and metrics.jsonl."""
+
+    tensorboard: TensorBoardConfig | None = None
+    """Write TensorBoard event files; `loggers.tensorboard={}` turns it on."""
+    samples: bool = False
+    """Record which samples each process trained on, batch by batch, in samples/rank-N.txt."""

@@ -1,0 +1,216 @@
+"""The options of a preparation, each declared once.
+
+They are the options of `ingot prepare`, the keywords of `ingot.prepare`, and part of what workers are told. The
+docstring of a field is its help.
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+
+from ingot.config.base import Section, closest_key
+from ingot.config.names import plain_name
+from ingot.errors import DataError
+from ingot.storage.byte_sizes import parse_bytes
+
+SPLIT_SAMPLES = {"train_small": 100_000, "val_small": 10_000, "val_xsmall": 3_000, "val_xxsmall": 100}
+"""LLM Foundry's truncated splits: how many samples each holds."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _share(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    turn, slash, turns = value.partition("/")
+    if not (slash and turn.isdecimal() and turns.isdecimal()):
+        raise ValueError("give K/N, such as 0/3, 1/3 and 2/3 for three processes")
+    return int(turn), int(turns)
+
+
+Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
+Names = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: (str(value),) if isinstance(value, str | Path) else value)
+]
+Share = Annotated[tuple[int, int], BeforeValidator(_share)]
+
+
+def flags(*names: str, several: bool = False) -> Any:
+    """How an option is spelled on the command line, and whether it can be given several times there."""
+    return {"flags": list(names), "several": several}
+
+
+class PrepareOptions(Section):
+    """What to read, how to tokenize it, and what to write."""
+
+    input: Names = Field((), json_schema_extra=flags("--path", "--input", "--input_folder"))
+    """Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip; from a folder
+    only these, by a glob any text."""
+    out_root: Path | None = Field(None, json_schema_extra=flags("--out_root", "--output_folder"))
+    """Folder of the data set; each split is a folder in it."""
+    output_prefix: str | None = None
+    """Write PREFIX_KEY_document.bin and .idx, as Megatron does."""
+    split: str = Field("train", json_schema_extra=flags("--split", "--splits", several=True))
+    """train, val, train_small, ...: plain names; several only with --dataset."""
+    tokenizer: str | None = Field(None, json_schema_extra=flags("--tokenizer", "--tokenizer_model"))
+    """Folder, tokenizer.json or hub id; none keeps text as text (MDS column `text`)."""
+    concat_tokens: int = 2048
+    """Tokens of one MDS sample."""
+    bos_text: str = ""
+    """Text before each document."""
+    eos_text: str | None = None
+    """Text after each document; empty means none. Default: the tokenizer's own end of document."""
+    no_wrap: bool = False
+    """Start each sample with a document; the rest of a document that does not fit is dropped."""
+    drop_last: bool = False
+    """Drop the last, shorter sample, as LLM Foundry does."""
+    max_samples: int | None = None
+    """Stop after this many samples. Default: LLM Foundry's number for train_small and similar splits."""
+    format: Literal["mds", "indexed"] = "mds"
+    """MDS shards, or Megatron's .bin/.idx (the default with --output_prefix)."""
+    compression: str | None = None
+    """zstd or zstd:LEVEL, for MDS."""
+    size_limit: Bytes = Field(1 << 26, json_schema_extra={"shown": "64MiB"})
+    """Size of one MDS shard before compression."""
+    token_type: Literal["auto", "uint16", "uint32", "int32", "int64"] = "auto"
+    """Integer type of the tokens; auto is the narrowest that holds the vocabulary."""
+    json_keys: Names = Field(("text",), json_schema_extra=flags("--json_keys", "--jsonl_keys"))
+    """Field or column that holds the text."""
+    num_workers: int | None = Field(None, json_schema_extra=flags("--num_workers", "--workers", "--processes"))
+    """Worker processes; 0 does the work in this one. Default: one per core."""
+    memory: Bytes = Field(1_500_000_000, json_schema_extra={"shown": "1.5GB"})
+    """Memory that all processes together should stay below; limits the default number of workers."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do at a record that is not a document."""
+    engine: Literal["auto", "gigatoken", "hf"] = "auto"
+    """Tokenizer library; auto is the fastest one with the same ids as Hugging Face's."""
+    reprocess: bool = False
+    """Remove an earlier result of prepare and start again. A folder that prepare did not write is refused."""
+    share: Share | None = None
+    """K/N: do a share of the work as one of N processes, K from 0; a run without it, afterwards, does the rest."""
+    max_document_bytes: int = 1 << 26
+    """Longest line or text accepted as one document."""
+    max_expansion: int = 200
+    """How many times its size a compressed file may grow to."""
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the data set."""
+        return self.out_root if self.out_root is not None else Path(self.output_prefix or ".").parent
+
+    @property
+    def key(self) -> str:
+        """The field or column that holds the text, where there is one."""
+        return self.json_keys[0]
+
+    @property
+    def sample_limit(self) -> int | None:
+        """Samples to stop after."""
+        return self.max_samples if self.max_samples is not None else SPLIT_SAMPLES.get(self.split)
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, value: str) -> str:
+        if value == "tokenizer":
+            raise ValueError("the tokenizer is saved in the folder of this name; choose another name")
+        return plain_name(value)
+
+    @field_validator("size_limit")
+    @classmethod
+    def _check_size(cls, value: int) -> int:
+        if not 1 << 10 <= value < 1 << 32:
+            raise ValueError("a shard is between 1 KiB and 4 GiB, since its offsets are 32 bits wide")
+        return value
+
+    @field_validator("compression")
+    @classmethod
+    def _check_compression(cls, value: str | None) -> str | None:
+        kind, _, level = (value or "zstd").partition(":")
+        if kind != "zstd" or (level and not (level.isdecimal() and 1 <= int(level) <= 22)):
+            raise ValueError("known are zstd and zstd:LEVEL with a level from 1 to 22")
+        return value or None
+
+    @field_validator("concat_tokens")
+    @classmethod
+    def _check_sample(cls, value: int) -> int:
+        if value < 1:
+            raise ValueError("a sample needs at least one token")
+        return value
+
+    @field_validator("num_workers")
+    @classmethod
+    def _check_workers(cls, value: int | None) -> int | None:
+        if value is not None and value < 0:
+            raise ValueError("must be 0 (this process) or more")
+        return value
+
+    @field_validator("share")
+    @classmethod
+    def _check_share(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value and not 0 <= value[0] < value[1]:
+            raise ValueError("the first number counts from 0 and stays below the second")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "PrepareOptions":
+        indexed = self.format == "indexed"
+        if self.share and self.reprocess:
+            raise ValueError("reprocess: each share would remove what the others did; remove the old result first")
+        if len(self.json_keys) > 1 and not indexed:
+            raise ValueError("several json_keys need format=indexed: an MDS data set here has one column")
+        if self.output_prefix and not indexed:
+            raise ValueError("output_prefix names Megatron's files; for format=mds give out_root")
+        if self.compression and indexed:
+            raise ValueError("compression: the indexed format is read in place and cannot be compressed")
+        if self.tokenizer is None and indexed:
+            raise ValueError("the indexed format holds tokens: give a tokenizer")
+        if self.no_wrap and indexed:
+            raise ValueError("no_wrap: the indexed format keeps whole documents, nothing is wrapped")
+        if self.token_type == "uint32" and indexed:
+            raise ValueError("token_type='uint32': known are auto, uint16, int32 and int64 in the indexed format")
+        for name in self.json_keys if indexed else ():  # they name files
+            try:
+                plain_name(name)
+            except ValueError as error:
+                raise ValueError(f"json_keys={name!r}: {error}") from None
+        return self
+
+
+def check_options(values: dict[str, Any]) -> PrepareOptions:
+    """Options from plain values; what is wrong becomes one sentence each."""
+    try:
+        return PrepareOptions.model_validate(values)
+    except ValidationError as error:
+        raise DataError("\n".join(_describe(problem) for problem in error.errors()[:8])) from None
+
+
+def _describe(problem: Any) -> str:
+    name = ".".join(map(str, problem["loc"][:1]))
+    if problem["type"] == "extra_forbidden":
+        closest = closest_key(name, PrepareOptions)
+        return f"{name}: there is no such option{f'; did you mean {closest}?' if closest else ''}"
+    reason = problem["msg"].removeprefix("Value error, ")
+    if not name:
+        return str(reason)
+    if problem["type"] == "literal_error":
+        known = get_args(PrepareOptions.model_fields[name].annotation)
+        reason = f"known are {', '.join(known[:-1])} and {known[-1]}"
+    return f"{name}={str(problem['input'])[:60]!r}: {reason}"
+
+
+def takes_options(function: F) -> F:
+    """Show the options in the signature and the docstring of a function that takes them as `**options`."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    fields = {name: f for name, f in PrepareOptions.model_fields.items() if name not in signature.parameters}
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+        for name, field in fields.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+    lines = (f"{name}: {' '.join((field.description or '').split())}" for name, field in fields.items())
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
+    return function

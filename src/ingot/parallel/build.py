@@ -1,0 +1,71 @@
+"""A model as a run executes it, on one process. Several processes: `parallelize`."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ingot.config.model import ModelConfig
+from ingot.model import kernels
+from ingot.model.gpt import GPT
+from ingot.model.init import build_model
+from ingot.parallel.layout import Layout
+
+DEEP = 16  # layers from which a model in one process is compiled block by block
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a model is executed. None of it changes the mathematics."""
+
+    device: torch.device
+    precision: str
+    seq_len: int
+    activation_checkpointing: str | None = None
+    compiled: bool = False
+    allocating: AbstractContextManager = field(default_factory=nullcontext)
+    """Entered while memory is allocated, such as the mode of fake tensors in a dry run."""
+
+
+class LossModel(nn.Module):
+    """A GPT as executors call it: tokens and labels [B, T] in, the summed loss out.
+
+    The hooks of FSDP2 and the compiler attach to the call of a module, so the loss must be one.
+    """
+
+    def __init__(self, gpt: GPT):
+        super().__init__()
+        self.gpt = gpt
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.gpt.loss(tokens, labels)
+
+
+def build_single(config: ModelConfig, seed: int, options: BuildOptions) -> tuple[LossModel, list[str]]:
+    """The whole model on one process, with its initial weights, and notes for the user.
+
+    It is not compiled yet: what it recomputes may depend on a trial (`compile_model`).
+    """
+    gpt = build_model(config, seed, options.device)
+    gpt.activation_checkpointing = options.activation_checkpointing
+    notes = kernels.attach(gpt, device=options.device, precision=options.precision)
+    return LossModel(gpt), notes
+
+
+def compile_model(root: LossModel, layout: Layout | None = None) -> None:
+    """Compile in place, at the first pass: block by block, whose layers share one program, and what follows them.
+
+    On one process a shallow model is compiled whole, which is up to 1% faster, and so is one that recomputes, since
+    the compiler must see a block and its recomputation together. A deep one would take a minute instead of seconds.
+    FSDP2 (`layout` is given) gathers weights between blocks, where a program has to end anyway.
+    """
+    gpt = root.gpt
+    if layout is None and (len(gpt.blocks) < DEEP or gpt.activation_checkpointing is not None):
+        root.compile(dynamic=False)
+        return
+    for block in gpt.blocks.values():
+        block.compile(dynamic=False)
+    if gpt.has_head:
+        gpt.norm_f.compile(dynamic=False)
+        gpt.loss_fn.compile(dynamic=False)

@@ -1,0 +1,50 @@
+"""Builds the executor of a run: a model in one process, or this rank's part of one."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ingot.config.run import RunConfig
+from ingot.errors import ConfigError
+from ingot.parallel import build
+from ingot.parallel.build import BuildOptions
+from ingot.parallel.executors.base import Messages
+from ingot.parallel.executors.single import SingleProcess
+from ingot.parallel.layout import Layout
+from ingot.parallel.rendezvous import World
+
+if TYPE_CHECKING:
+    from ingot.parallel.executors.distributed import Distributed
+
+
+def build_single(config: RunConfig, device: torch.device, compiled: bool, messages: Messages) -> SingleProcess:
+    """The whole model with its initial weights, and the kernels that suit the device."""
+    options = BuildOptions(device, config.precision, config.max_seq_len)
+    model, notes = build.build_single(config.model, config.seed, options)
+    for note in notes:
+        messages.note(note)
+    return SingleProcess(model, config, device, compiled, messages)
+
+
+def build_distributed(
+    config: RunConfig, layout: Layout, world: World, device: torch.device, compiled: bool, messages: Messages
+) -> "Distributed":
+    """This rank's part of the model with its initial weights."""
+    from ingot.parallel.executors.distributed import Distributed  # a second of imports that one process does not need
+    from ingot.parallel.parallelize import parallelize
+
+    options = BuildOptions(device, config.precision, config.max_seq_len, compiled=compiled)
+    model = parallelize(config.model, config.parallel, layout, options)
+    for note in model.notes:
+        messages.note(note)
+    executor = Distributed(model, config, world)
+    executor.init_weights(config.seed)
+    return executor
+
+
+def check_distributed(config: RunConfig, layout: Layout) -> None:
+    """Refuse what several ranks cannot do, before they meet."""
+    if config.precision == "fp8":
+        raise ConfigError("precision=fp8 works on one process only, since its weights are not sharded yet; use bf16")
+    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
+        raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")

@@ -1,0 +1,54 @@
+"""The options of `ingot launch`: fields of the spec, with the spellings that they have always had."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+TRAIN = {"--config", "-c", "--updates", "-y", "--dialect"}
+LOCAL = {"--profile", "--name", "--env", "--secret"}
+PROCESSES = {"--gpus-per-node", "--processes-per-node"}
+CLUSTER = {"--nodes", "-N", "--cpus-per-task", "--image", "-i", "--mounts", "-m", "--exclude", "-x", "--preflight",
+           "--no-preflight", "--signal-seconds"}  # fmt: skip
+SLURM = {"--stage", "--time", "-t", "--partition", "-p", "--account", "-A", "--qos", "--constraint", "-C", "--reservation",
+         "--dry-run"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("slurm", TRAIN | LOCAL | PROCESSES | CLUSTER | SLURM | {"--chain", "--spares"}),
+        ("slurm prepare", LOCAL | CLUSTER | SLURM),
+        ("kubernetes", TRAIN | LOCAL | PROCESSES | CLUSTER
+         | {"--kind", "--namespace", "--queue", "--secret-name", "--restarts", "--apply"}),
+        ("local", TRAIN | LOCAL | PROCESSES | {"--dry-run"}),
+    ],
+)  # fmt: skip
+def test_every_command_has_its_options(
+    command: str, expected: set[str], ingot: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = ingot("launch", *command.split(), "--help").stdout
+    table = "\n".join(line for line in text.splitlines() if re.match(r"│ -", line))
+    assert set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*", table)) == expected | {"--help"}
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_wrong_value_names_its_field(ingot: Callable[..., Any]) -> None:
+    for option, value, reason in (
+        ("--env", "HF_HOME", "'HF_HOME' has no value; write --env NAME=VALUE"),
+        ("--mounts", "/a:/b,c", "mounts"),
+        ("--nodes", "0", "nodes"),
+        ("--secret", "A-B", "not a valid environment variable name"),
+    ):
+        refused = ingot("launch", "slurm", "demo", "data=d", "--dry-run", option, value, check=False)
+        assert refused.returncode == 2 and reason in refused.stderr, refused.stderr
+
+
+def test_mounts_and_variables_may_be_given_together_or_one_by_one(ingot: Callable[..., Any]) -> None:
+    command = ["launch", "slurm", "mpt-125m", "data=/data", "save_folder=/runs/x", "--profile", "cpu", "--dry-run"]
+    options = ["-i", "/apps/ingot.sqsh", "-m", "/a:/a,/b:/b:ro", "-m", "/c:/c", "--env", "A=1=2", "--env", "B="]
+    printed = ingot(*command, *options).stdout
+    for expected in ('"/a:/a",\n  "/b:/b:ro",\n  "/c:/c"', '"A": "1=2"', '"B": ""'):
+        assert expected in printed
