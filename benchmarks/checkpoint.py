@@ -123,7 +123,7 @@ class Bench:
     def torch_save(self) -> None:
         """The full state, gathered to the first process where there are several."""
         whole = self.flat()
-        if self.spread is not None:
+        if self.world is not None:
             from ingot.parallel.dtensor import gather
 
             whole = {name: gather(tensor) for name, tensor in whole.items()}
