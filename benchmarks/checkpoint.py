@@ -58,9 +58,9 @@ class Bench:
         config = load_config(RunConfig, [size, *width, "max_seq_len=256"])
         self.world = join_world(place, self.device, 60) if processes > 1 else None
         self.first = place.rank == 0
-        options = BuildOptions(self.device, "fp32", 256)
         self.coordinator = StoreCoordinator(self.world) if self.world is not None else LocalCoordinator()
         self.before_update: Callable[[], None] = lambda: None
+        options = BuildOptions(self.device, "fp32", 256)
         if self.world is None:
             self.model: Any = build_single(config.model, 0, options)[0]
             names = {p: name for name, p in self.model.gpt.named_parameters()}
@@ -123,7 +123,7 @@ class Bench:
     def torch_save(self) -> None:
         """The full state, gathered to the first process where there are several."""
         whole = self.flat()
-        if self.spread is not None:
+        if self.world is not None:
             from ingot.parallel.dtensor import gather
 
             whole = {name: gather(tensor) for name, tensor in whole.items()}

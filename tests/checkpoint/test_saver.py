@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import ingot.checkpoint.async_writer as saver_module
 import ingot.training.checkpointer as saving_module
+from ingot.api import train
 from ingot.checkpoint.async_writer import AsyncWriter
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
 from ingot.checkpoint.remote_copy import newest_good
@@ -26,7 +27,6 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
 from ingot.parallel.coordinator import LocalCoordinator
-from ingot.report.listeners import train
 from ingot.training.checkpointer import Checkpointer
 
 

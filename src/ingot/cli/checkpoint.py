@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ingot.storage.byte_sizes import format_bytes
+
 if TYPE_CHECKING:
     from ingot.checkpoint.location import CheckpointLocation
 
@@ -24,7 +26,7 @@ def show_list(where: Where) -> None:
         manifest = location.manifest()
         held = "weights and training state" if manifest.has_training_state else "weights"
         progress, files = manifest.state.get("progress", {}), f"{len(manifest.files)}"
-        rows.append([str(manifest.step), _tokens(progress), _size(manifest.bytes), files, held, str(location)])
+        rows.append([str(manifest.step), _tokens(progress), format_bytes(manifest.bytes), files, held, str(location)])
     _print(["step", "tokens", "size", "files", "holds", "where"], rows)
 
 
@@ -47,7 +49,7 @@ def verify(where: Where) -> None:
             manifest = location.manifest()
             for name, file in manifest.files.items():
                 location.check(name, file)
-            print(f"{location}: {len(manifest.files)} files, {_size(manifest.bytes)}, all intact")
+            print(f"{location}: {len(manifest.files)} files, {format_bytes(manifest.bytes)}, all intact")
         except CheckpointError as error:
             problems.append(str(error))
             print(f"{location}: DAMAGED: {error}")
@@ -78,7 +80,7 @@ def show(
         "where": location,
         "step": manifest.step,
         "tokens": _tokens(state.get("progress", {})),
-        "size": f"{_size(manifest.bytes)} in {len(manifest.files)} files, written by {manifest.parts} processes",
+        "size": f"{format_bytes(manifest.bytes)} in {len(manifest.files)} files, written by {manifest.parts} processes",
         "run": config.get("name", "?"),
         "model": f"{model.get('family', '?')}, {parameters:,} parameters",
         "optimizer": config.get("optimizer", {}).get("name", "?") if manifest.has_training_state else "not saved",
@@ -86,11 +88,11 @@ def show(
     }
     for name, value in facts.items():
         print(f"{name:<10} {value}")
-    _print(["file", "size", "xxh3"], [[n, _size(f.bytes), f.xxh3] for n, f in manifest.files.items()])
+    _print(["file", "size", "xxh3"], [[n, format_bytes(f.bytes), f.xxh3] for n, f in manifest.files.items()])
     if tensors:
         rows = [
             [section, name, entry.dtype, "x".join(map(str, entry.shape)),
-             _size(math.prod(entry.shape) * ITEM_BYTES[entry.dtype]), str(len(entry.chunks))]
+             format_bytes(math.prod(entry.shape) * ITEM_BYTES[entry.dtype]), str(len(entry.chunks))]
             for section, entries in manifest.tensors.items() for name, entry in entries.items()
         ]  # fmt: skip
         _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)
@@ -198,14 +200,6 @@ def _print(columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _tokens(progress: dict[str, Any]) -> str:

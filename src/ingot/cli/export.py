@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 
-class Target(StrEnum):
+class ExportTarget(StrEnum):
     hf = "hf"
 
 
@@ -21,8 +21,8 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
     to: Annotated[
-        Target, typer.Option("--to", help="hf: a folder that transformers loads without remote code.")
-    ] = Target.hf,
+        ExportTarget, typer.Option("--to", help="hf: a folder that transformers loads without remote code.")
+    ] = ExportTarget.hf,
     dtype: Annotated[Dtype | None, typer.Option(help="Convert weights. Default: as stored.")] = None,
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 5.0,
 ) -> None:

@@ -23,11 +23,8 @@ from ingot.parallel.dtensor import apply_to_full_tensors, is_sharded, local
 
 STATE = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
 STACK_ELEMENTS = 1 << 27  # of the matrices that Muon processes at a time: a quarter of a GB in bf16
-LABELS = {
-    "adamw": "AdamW",
-    "decoupled_adamw": "DecoupledAdamW",
-    "lion": "DecoupledLionW",
-}  # the names in Composer's dashboards
+# the names in Composer's dashboards
+LABELS = {"adamw": "AdamW", "decoupled_adamw": "DecoupledAdamW", "lion": "DecoupledLionW"}
 
 
 class ParamGroupOptimizer:

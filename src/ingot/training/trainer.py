@@ -166,17 +166,19 @@ class Trainer:
     def _step(self, batch: Batch) -> StepResult:
         """Train on a batch."""
         number, clock = self.progress.batch, self.inputs.clock
-
-        def accept(loss_share: torch.Tensor, grad_norm: torch.Tensor) -> bool:
-            if not self.guard.accept(number, loss_share, grad_norm):
-                return False
-            self.checkpointer.before_update()  # a save may still be reading the weights
-            return True
-
         self.optimizer.set_lr(lr_multiplier(self.config.scheduler, clock, number - 1))
         self.executor.begin_step(number - 1)
         with recording_oom(self.run.folder, self.executor, f"at batch {number}"):
-            return train_step(self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping, accept)
+            return train_step(
+                self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping, self._accept
+            )
+
+    def _accept(self, loss_share: torch.Tensor, grad_norm: torch.Tensor) -> bool:
+        """Whether a step may change the weights. If so, a save in flight copies them first."""
+        accepted = self.guard.accept(self.progress.batch, loss_share, grad_norm)
+        if accepted:
+            self.checkpointer.before_update()
+        return accepted
 
     def _is_due(self, interval: Duration) -> bool:
         """Whether something that happens every so often happens after this batch; everything does after the last."""
