@@ -36,6 +36,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/python tools/check_structure.py
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info
