@@ -78,5 +78,5 @@ def test_the_kernel_is_chosen_with_its_reason() -> None:
 
 @pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
 def test_no_hugging_face_class_takes_a_window_silently(positions: str) -> None:
-    with pytest.raises(CheckpointError, match=r"sliding_window=7: .* attends to all that came before"):
+    with pytest.raises(CheckpointError, match=r"sliding_window=7: .* attends to all previous tokens"):
         hf_class(ModelConfig(positions=positions, sliding_window=7))

@@ -1,6 +1,6 @@
 """The process of one rank: trains, and records why it failed before it exits.
 
-The supervisor starts it with the arguments of `ingot train`. It is not in `training`, since the console and the records
+The supervisor starts it with `train [--fresh] [--dialect NAME] -- ARGUMENTS`, the arguments of `ingot train`. It is not in `training`, since the console and the records
 of failures are above that layer.
 """
 
@@ -21,9 +21,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("verb", choices=["train"])
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--dialect")
-    parser.add_argument("arguments", nargs="*")
-    options = parser.parse_args(arguments)
-    return exit_code_of(lambda: train_rank(options.arguments, options.dialect, options.fresh))
+    end = arguments.index("--")  # by hand: argparse takes no list of arguments after options
+    options = parser.parse_args(arguments[:end])
+    return exit_code_of(lambda: train_rank(arguments[end + 1 :], options.dialect, options.fresh))
 
 
 def train_rank(arguments: Sequence[str], dialect: str | None, fresh: bool) -> int:
