@@ -96,13 +96,14 @@ def summary(case: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
     for name, runs in found.items():
         rates = [run["tokens_per_second"] for run in runs]
         middle = statistics.median(rates)
-        row |= {name: middle, f"{name}_spread": round((max(rates) - min(rates)) / middle, 4) if len(rates) > 1 else None,
+        spread = round((max(rates) - min(rates)) / middle, 4) if len(rates) > 1 else None
+        row |= {name: middle, f"{name}_spread": spread,
                 f"{name}_peak_gib": max(run["peak_gib"] for run in runs), f"{name}_loss": runs[0]["loss"],
                 f"{name}_runs": len(runs)}  # fmt: skip
     return row | {"ratio": round(row["new"] / row["old"], 4)}
 
 
-def spread(row: dict[str, Any], name: str) -> str:
+def spread_of(row: dict[str, Any], name: str) -> str:
     value = row[f"{name}_spread"]
     return "one run" if value is None else f"{value:.1%}"
 
@@ -115,8 +116,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
             lines.append(f"| {row['case']} | failed: {row['error'][-300:]!r} |")
             continue
         lines.append(
-            f"| {row['case']} | {row['old']:,.0f} | {spread(row, 'old')} | {row['new']:,.0f} | "
-            f"{spread(row, 'new')} | {row['ratio']:.3f} | {row['old_peak_gib']}, {row['new_peak_gib']} | "
+            f"| {row['case']} | {row['old']:,.0f} | {spread_of(row, 'old')} | {row['new']:,.0f} | "
+            f"{spread_of(row, 'new')} | {row['ratio']:.3f} | {row['old_peak_gib']}, {row['new_peak_gib']} | "
             f"{row['old_loss']:.4f}, {row['new_loss']:.4f} |"
         )
     return lines
