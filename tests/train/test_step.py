@@ -238,3 +238,11 @@ def test_a_batch_that_does_not_fit_is_repeated_in_microbatches_half_as_large() -
     assert said == ["out of memory at batch 7; trying it again with microbatches of 2"]
     assert step.executor.graph is None  # captured for microbatches of 4
     assert found[0] == expected[0] and all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+
+
+def test_an_evaluation_that_fails_leaves_the_model_in_training_mode() -> None:
+    """Otherwise it would no longer learn: dropout, recomputation and gradient buffers are off in evaluation mode."""
+    step = make_step(4)
+    with pytest.raises(RuntimeError, match="out of memory"), step.executor.evaluating():
+        raise RuntimeError("out of memory")
+    assert step.model.training

@@ -123,6 +123,7 @@ class Pipeline:
                 time = len(stage.positions) // self.mesh.layout.tensor
                 x = torch.empty(len(tokens), time, stage.gpt.config.d_model, device=self.mesh.device)
                 dist.recv(x, source)
+                x = x.to(stage.gpt.residual_dtype or x.dtype)  # as in training; gloo and its peers send fp32
             x = stage(x, labels)
             if stage.last:
                 loss = x.sum()

@@ -71,7 +71,8 @@ class Guard:
     def accept(self, batch: int, loss: Tensor, norm: Tensor) -> bool:
         """Take the numbers of a step. Return whether it may change the weights: False if something is wrong with it,
         or on a GPU with the one before it."""
-        if self.config.spike != "ignore":
+        # All ranks must judge alike. Without the loss scaler, a NaN in any rank's loss is in the global norm too.
+        if self.config.spike != "ignore" or self.scaled:
             loss = self.executor.sum_loss(loss)
         pair = torch.stack([loss.detach().float(), norm.detach().float()])
         event = None

@@ -119,12 +119,12 @@ class Trainer:
                 progress.batch += 1
                 save_due = progress.is_last or self.checkpointer.is_due(progress.batch)
                 row: Row = {}
-                if not progress.is_skipped:
-                    result = run_step(self, batch, self._step)
-                    anomaly = self.guard.find_anomaly(wait=save_due)  # nothing is saved unjudged
-                    if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
-                        batches = self._open_batches()
-                        continue
+                result = None if progress.is_skipped else run_step(self, batch, self._step)
+                anomaly = self.guard.find_anomaly(wait=save_due)  # nothing is saved unjudged
+                if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
+                    batches = self._open_batches()
+                    continue
+                if result is not None:
                     if not progress.is_skipped:
                         run.samples.write(progress.batch, batch.samples)
                     if self._is_due(self.config.log_interval):
@@ -138,6 +138,8 @@ class Trainer:
                 reason = "" if progress.is_last else self.stop.after_step(self.executor)
                 self._check_health()
                 garbage.after_step()
+                if reason and not save_due and (anomaly := self.guard.find_anomaly(wait=True)) is not None:
+                    self._handle(anomaly)
                 if reason or save_due:
                     self._save(final=bool(reason) or progress.is_last)
         if reason:
@@ -200,6 +202,7 @@ class Trainer:
         action, done = self.guard.handle(anomaly, progress.skipped_batches), "skipped"
         if action is Action.ROLLBACK:
             run.samples.close()
+            run.heartbeat.pause()  # reading a checkpoint may take longer than a step
             progress.batch = -1
             state = self._resume()
             if progress.batch < 0:

@@ -140,10 +140,12 @@ class Distributed:
     def evaluating(self) -> Iterator[None]:
         for root in self.roots:
             root.eval()
-        with torch.no_grad():  # not inference_mode: weights that FSDP2 gathers there cannot be trained on later
-            yield
-        for root in self.roots:
-            root.train()
+        try:
+            with torch.no_grad():  # not inference_mode: weights that FSDP2 gathers there cannot be trained on later
+                yield
+        finally:
+            for root in self.roots:
+                root.train()
 
     def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
         inputs, targets = to_device(tokens, self.device), to_device(labels, self.device)

@@ -153,9 +153,11 @@ class SingleProcess:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         self.model.eval()
-        with torch.no_grad():
-            yield
-        self.model.train()
+        try:
+            with torch.no_grad():
+                yield
+        finally:  # a probe of the memory may fail in here, and what is in eval mode does not learn
+            self.model.train()
 
     def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
         with autocast(self.config.precision, self.device):
