@@ -1,7 +1,7 @@
 """The process of one rank: trains, and records why it failed before it exits.
 
-The supervisor starts it with `train [--fresh] [--dialect NAME] -- ARGUMENTS`, the arguments of `ingot train`. It is not
-in `training`, since the console and the records of failures are above that layer.
+The supervisor starts it with `train [--fresh] [--dialect NAME] -- ARGUMENTS`, or without options `train ARGUMENTS`. It is
+not in `training`, since the console and the records of failures are above that layer.
 """
 
 import argparse
@@ -21,9 +21,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("verb", choices=["train"])
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--dialect")
-    end = arguments.index("--")  # by hand: argparse takes no list of arguments after options
+    # divided by hand: argparse takes no list of arguments after options
+    end = arguments.index("--") if "--" in arguments else 1
     options = parser.parse_args(arguments[:end])
-    return exit_code_of(lambda: train_rank(arguments[end + 1 :], options.dialect, options.fresh))
+    rest = arguments[end + 1 :] if "--" in arguments else arguments[end:]
+    return exit_code_of(lambda: train_rank(rest, options.dialect, options.fresh))
 
 
 def train_rank(arguments: Sequence[str], dialect: str | None, fresh: bool) -> int:
