@@ -1,7 +1,7 @@
 """The process of one rank: trains, and records why it failed before it exits.
 
-The supervisor starts it with `train [--fresh] [--dialect NAME] -- ARGUMENTS`, or without options `train ARGUMENTS`. It is
-not in `training`, since the console and the records of failures are above that layer.
+The supervisor starts it with `train [--fresh] [--dialect NAME] -- ARGUMENTS`, or without options `train ARGUMENTS`. It
+is not in `training`, since the console and the records of failures are above that layer.
 """
 
 import argparse
