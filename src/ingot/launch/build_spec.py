@@ -20,7 +20,7 @@ from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.training.runtime.run_files import METRICS
 
-MAX_STRIKES = 2  # failures that are a node's fault, after which it is no longer used
+MAX_STRIKES = 2  # a node is excluded after this many failures of its own
 SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
