@@ -20,6 +20,7 @@ from ingot.cli.options import SectionCommand
 from ingot.cli.prepare import prepare
 from ingot.cli.recipes import recipes_app
 from ingot.cli.status import logs, status, stop
+from ingot.cli.tokenizer import tokenizer_app
 from ingot.cli.train import train
 from ingot.config.secrets import redact
 from ingot.errors import EXIT_FAULT, IngotError
@@ -38,6 +39,7 @@ app = typer.Typer(
 
 app.command("prepare", cls=SectionCommand)(prepare)
 app.command("inspect", cls=SectionCommand)(inspect)
+app.add_typer(tokenizer_app, name="tokenizer")
 app.command("train")(train)
 app.command("eval")(evaluate)
 app.command("generate")(generate)

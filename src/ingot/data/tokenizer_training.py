@@ -1,35 +1,72 @@
-"""Trains a tokenizer: byte-level BPE as in GPT-2, learned from any text.
+"""Trains a tokenizer: byte-level BPE, learned from any text, in the form that Hugging Face tools load.
 
 Deterministic: Hugging Face's trainer counts words and breaks ties by id, so the same texts in the same order yield the
-same merges. `<|endoftext|>` is id 0, as in GPT-NeoX's tokenizer.
+same merges. The first special token ends documents and has id 0, as in GPT-NeoX's tokenizer.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
 
-_SMALLEST = 257  # 256 bytes and the end of a document
+END_OF_DOCUMENT = "<|endoftext|>"
+# How text is split into words, which merges never cross. cl100k keeps numbers in groups of three digits, runs of blank
+# lines and a word's leading punctuation together, which compresses source code better.
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITTERS = ("gpt2", "cl100k")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
-    """Learn `vocab_size` tokens from texts and save them as a Hugging Face tokenizer folder."""
-    if vocab_size < _SMALLEST:
-        raise DataError(f"vocab_size={vocab_size}: byte-level BPE needs at least {_SMALLEST} tokens, one for each byte")
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    folder: Path,
+    splitter: str = "gpt2",
+    special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
+) -> Tokenizer:
+    """Learn up to `vocab_size` tokens from texts and save them as a Hugging Face tokenizer folder."""
+    check_vocabulary(vocab_size, splitter, special_tokens)
     backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = _pre_tokenizer(splitter)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     backend.train_from_iterator(texts, trainer)
-    tokenizer = Tokenizer(backend, {"eos_token": "<|endoftext|>"})
+    tokenizer = Tokenizer(backend, {"eos_token": special_tokens[0]})
     tokenizer.save(folder)
     return tokenizer
+
+
+def check_vocabulary(vocab_size: int, splitter: str, special_tokens: Sequence[str]) -> None:
+    """Refuse what no tokenizer can be trained to, before any text is read."""
+    if splitter not in SPLITTERS:
+        raise DataError(f"splitter {splitter!r}: known are {' and '.join(SPLITTERS)}")
+    if not special_tokens or not all(special_tokens) or len(set(special_tokens)) < len(special_tokens):
+        raise DataError(
+            f"special tokens {list(special_tokens)}: give one or more different texts; the first ends documents"
+        )
+    smallest = 256 + len(special_tokens)
+    if vocab_size < smallest:
+        raise DataError(
+            f"vocab_size={vocab_size}: byte-level BPE needs at least {smallest} tokens, one for each byte and the "
+            "special ones"
+        )
+
+
+def _pre_tokenizer(splitter: str) -> Any:
+    if splitter == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(_CL100K), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,9 +18,14 @@ _LINE_SECONDS = 10.0
 T = TypeVar("T")
 
 
-def follow(what: str, items: Sequence[T], size: Callable[[T], int] = lambda item: 1) -> Iterator[T]:
-    """The items one by one; what takes over two seconds says on standard error how far it is, in the first process."""
-    total, done = sum(map(size, items)), 0
+def follow(
+    what: str, items: Iterable[T], size: Callable[[T], int] = lambda item: 1, total: int | None = None
+) -> Iterator[T]:
+    """Yield the items; after two seconds, print the share that is done to standard error, in the first process.
+
+    total: the sum of all sizes, where the items are not a sequence.
+    """
+    total, done = sum(map(size, items)) if total is None else total, 0
     pause, end = (0.2, "\r") if sys.stderr.isatty() else (_LINE_SECONDS, "\n")
     shown = time.monotonic() + _QUIET_SECONDS - pause
     for item in items:
@@ -28,7 +33,7 @@ def follow(what: str, items: Sequence[T], size: Callable[[T], int] = lambda item
         done += size(item)
         if time.monotonic() - shown >= pause and os.environ.get("RANK", "0") == "0":
             shown = time.monotonic()
-            print(f"{what}: {done / total:.0%}", end=end, file=sys.stderr, flush=True)
+            print(f"{what}: {min(done / total, 1.0):.0%}", end=end, file=sys.stderr, flush=True)
 
 
 class PrepareProgress:

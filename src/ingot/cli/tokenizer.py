@@ -1,0 +1,156 @@
+"""`ingot tokenizer`: train, show and compare tokenizers."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ingot.data.document_sample import DocumentSample
+
+tokenizer_app = typer.Typer(help="Train, show and compare tokenizers.", no_args_is_help=True)
+
+Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders, globs or URLs of text.")]
+Texts = Annotated[list[str] | None, typer.Option("--text", help="Text to measure on; may be repeated.")]
+Key = Annotated[str, typer.Option(help="Field or column of JSON, Parquet and CSV files that holds the text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Name = Annotated[str, typer.Argument(metavar="TOKENIZER", help="Folder, tokenizer.json or hub id.")]
+Names = Annotated[list[str], typer.Argument(metavar="TOKENIZER...", help="Folders, files or hub ids.")]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@tokenizer_app.command("train")
+def train(
+    paths: Paths,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for tokenizer.json and tokenizer_config.json.")],
+    vocab_size: Annotated[int, typer.Option("--vocab-size", "--vocab_size", help="Tokens to learn.")] = 32_000,
+    splitter: Annotated[str, typer.Option(help="How text is split into words: gpt2 or cl100k.")] = "gpt2",
+    special: Annotated[
+        list[str] | None, typer.Option(help="Special token; may be repeated, the first ends documents.")
+    ] = None,
+    sample: Annotated[str, typer.Option(help="Most bytes of input to learn from; bounds memory.")] = "1GB",
+    key: Key = "text",
+) -> None:
+    """Train a byte-level BPE tokenizer on your text.
+
+    Example: ingot tokenizer train my-texts --vocab-size 8000 -o my-tokenizer
+
+    Example: ingot tokenizer train 'code/**/*.py' --splitter cl100k -o code-tokenizer
+    """
+    from ingot.data.document_sample import DocumentSample
+    from ingot.data.tokenizer_training import END_OF_DOCUMENT, check_vocabulary, train_tokenizer
+    from ingot.errors import DataError
+    from ingot.storage.byte_sizes import format_bytes
+
+    names = special or [END_OF_DOCUMENT]
+    check_vocabulary(vocab_size, splitter, names)
+    if (out / "tokenizer.json").exists():
+        raise DataError(f"{out} already holds a tokenizer; remove it, or choose another --out")
+    texts = DocumentSample.of(paths, _bytes(sample), key, _say)
+    tokenizer = train_tokenizer(texts, vocab_size, out, splitter, names)
+    _report_bad(texts)
+    documents = f"{texts.documents:,} document{'s' * (texts.documents != 1)}"
+    print(f"{out}: {tokenizer.vocab_size:,} tokens learned from {documents}, {format_bytes(texts.bytes)}")
+    if tokenizer.vocab_size < vocab_size:
+        print(f"fewer than the {vocab_size:,} asked for: the text has no more pairs of tokens that occur twice")
+    print(f"use it: ingot prepare --path ... --tokenizer {out}, and model.vocab_size={tokenizer.vocab_size} or more")
+
+
+@tokenizer_app.command("show")
+def show(name: Name, text: Texts = None, sample: str = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
+    """Show what a tokenizer is, and how it encodes a text of yours.
+
+    Example: ingot tokenizer show my-tokenizer
+
+    Example: ingot tokenizer show EleutherAI/gpt-neox-20b --text my-texts
+    """
+    from ingot.data.tokenizer import load_tokenizer
+    from ingot.data.tokenizer_report import describe, measure_fit
+
+    tokenizer = load_tokenizer(name)
+    found = describe(tokenizer)
+    if text:
+        texts = _texts(text, sample, key)
+        fit = measure_fit(tokenizer, texts)
+        _report_bad(texts)
+        found |= {
+            "documents": fit.documents, "bytes": fit.bytes, "tokens": fit.tokens,
+            "tokens_per_byte": round(fit.tokens_per_byte, 4), "tokens_used": fit.used,
+            "round_trip": _round_trip(fit.changed, fit.documents, fit.first_change),
+        }  # fmt: skip
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    for label, value in found.items():
+        shown = f"{value:,}" if isinstance(value, int) else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{token} {index}" for token, index in list(value.items())[:12]) or "none"
+            shown += f" and {len(value) - 12} more" if len(value) > 12 else ""
+        print(f"{label.replace('_', ' '):16} {shown}")
+
+
+@tokenizer_app.command("compare")
+def compare(names: Names, text: Texts = None, sample: str = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
+    """Compare tokenizers by the number of tokens they need for your text.
+
+    Example: ingot tokenizer compare my-tokenizer EleutherAI/gpt-neox-20b --text my-texts
+
+    Example: ingot tokenizer compare a/tokenizer.json b/tokenizer.json --text 'val/*.txt' --json
+    """
+    from ingot.data.tokenizer import load_tokenizer
+    from ingot.data.tokenizer_report import measure_fit
+    from ingot.errors import DataError
+    from ingot.storage.byte_sizes import format_bytes
+
+    if not text:
+        raise DataError("compare: give the text to compare on, as --text my-texts")
+    loaded = {name: load_tokenizer(name) for name in names}
+    texts = _texts(text, sample, key)
+    fits = {name: measure_fit(tokenizer, texts) for name, tokenizer in loaded.items()}
+    _report_bad(texts)
+    if as_json:
+        rows = [
+            {"tokenizer": name, "vocab_size": loaded[name].vocab_size, "tokens": fit.tokens, "bytes": fit.bytes,
+             "tokens_per_byte": round(fit.tokens_per_byte, 4), "changed_documents": fit.changed}
+            for name, fit in fits.items()
+        ]  # fmt: skip
+        print(json.dumps(rows, ensure_ascii=False))
+        return
+    print(f"{texts.documents:,} documents, {format_bytes(texts.bytes)}")
+    print(f"{'vocabulary':>10} {'tokens':>12} {'tok/byte':>8} {'bytes/tok':>9}  round trip  tokenizer")
+    for name, fit in sorted(fits.items(), key=lambda item: item[1].tokens):
+        trip = "exact" if not fit.changed else f"{fit.changed:,} differ"
+        row = (
+            f"{loaded[name].vocab_size:>10,} {fit.tokens:>12,} {fit.tokens_per_byte:>8.4f} {fit.bytes_per_token:>9.2f}"
+        )
+        print(f"{row}  {trip:10}  {name}")
+
+
+def _texts(paths: list[str], sample: str, key: str) -> "DocumentSample":
+    from ingot.data.document_sample import DocumentSample
+
+    return DocumentSample.of(paths, _bytes(sample), key, _say)
+
+
+def _bytes(text: str) -> int:
+    from ingot.errors import DataError
+    from ingot.storage.byte_sizes import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise DataError(f"--sample: {error}") from None
+
+
+def _round_trip(changed: int, documents: int, example: str) -> str:
+    return "exact" if not changed else f"{changed:,} of {documents:,} documents change: {example}"
+
+
+def _report_bad(texts: "DocumentSample") -> None:
+    if texts.bad:
+        _say(f"skipped {len(texts.bad):,} bad record{'s' * (len(texts.bad) != 1)}, such as {texts.bad[0]}")
