@@ -65,7 +65,6 @@ EACH_HEAD = ["model.qk_ln=heads", "model.norm_bias=true", "model.no_bias=true", 
 APART = ["model.eos_token_id=5", "model.document_mask=true", "model.document_positions=true", "mask_eos_loss=true",
          "max_duration=6ba"]  # fmt: skip
 FP16 = ["precision=fp16", "max_duration=6ba", "data.eval=null"]
-MASKS = ["model.resid_pdrop=0.2", "model.emb_pdrop=0.2", "max_duration=6ba", "data.eval=null", "scheduler.t_max=6ba"]
 ONE_PROCESS = {
     **{family: [family] for family in FAMILIES},
     "still-one": ["pythia", *STILL],
@@ -106,10 +105,6 @@ TWO_PROCESSES = {  # started together, once, for all the tests below
     "apart-fsdp": ["gpt3", FSDP, *APART],
     "fp16-fsdp": ["gpt3", FSDP, *FP16],
     "fp16-pipeline": ["gpt3", PP, *FP16],
-    "masks": ["gpt3", FSDP, *MASKS],
-    "masks again": ["gpt3", FSDP, *MASKS],
-    "masks stopped": ["gpt3", FSDP, *MASKS, "max_duration=3ba"],
-    "masks stopped, on": ["gpt3", FSDP, *MASKS],
     "moved": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=15ba", PP],
     "moved, on": ["gpt3", "scheduler.t_max=20ba", "eval_interval=0ba", "max_duration=20ba", FSDP],
 }
@@ -192,12 +187,6 @@ def test_fp16_scales_alike_on_all_processes_and_stays_near_one(runs: Path) -> No
         assert relative(losses(runs / "fp16-one"), losses(runs / name)) <= 2e-2, name
         scales = [[row["trainer/loss_scale"] for row in read_rows(runs / n)] for n in ("fp16-one", name)]
         assert scales[0] == scales[1]
-
-
-def test_dropout_repeats_with_the_seed_and_across_a_stop(runs: Path) -> None:
-    assert losses(runs / "masks") == losses(runs / "masks again")
-    assert losses(runs / "masks") == pytest.approx(losses(runs / "masks stopped"), rel=1e-6)
-    assert losses(runs / "masks") != losses(runs / "gpt3 fsdp")[:6]
 
 
 def test_a_run_goes_on_under_any_other_layout(runs: Path) -> None:

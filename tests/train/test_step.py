@@ -146,20 +146,17 @@ def test_dropout_depends_on_seed_and_step_and_on_nothing_drawn_before() -> None:
     assert len({loss(1, 5, 0), loss(2, 5, 0), loss(1, 6, 0)}) == 3
 
 
-def test_each_microbatch_draws_its_own_dropout_masks() -> None:
-    half = make_batch(False)
-    batch = Batch(np.tile(half.tokens[:4], (2, 1)), np.tile(half.labels[:4], (2, 1)), half.samples)
-    model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24, "resid_pdrop": 0.3}
-    step, losses = make_step(4, model=model), []
-    plain = step.executor.forward_backward
-
-    def watched(*arguments: torch.Tensor) -> torch.Tensor:
-        losses.append(float(plain(*arguments)))
-        return torch.tensor(losses[-1])
-
-    step.executor.forward_backward = watched  # type: ignore[method-assign]
-    step.accumulate(batch)
-    assert losses[0] != losses[1]  # of the same four sequences
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_dropout_is_the_same_for_every_microbatch_size(recompute: bool | str) -> None:
+    batch = make_batch(uneven=True)
+    model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24, "resid_pdrop": 0.1,
+             "attn_pdrop": 0.1, "emb_pdrop": 0.1}  # fmt: skip
+    loss, expected = gradients(make_step(8, model=model), batch)
+    for micro in (1, 3):
+        found = gradients(make_step(micro, model=model, activation_checkpointing=recompute), batch)
+        assert found[0] == pytest.approx(loss, rel=1e-6)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
@@ -225,11 +222,11 @@ def test_a_batch_that_does_not_fit_is_repeated_in_microbatches_half_as_large() -
     step.executor.graph = Recorded(step.executor)  # type: ignore[assignment]
     plain, calls = step.executor.model.forward, []
 
-    def limited(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def limited(tokens: torch.Tensor, labels: torch.Tensor, keys: None) -> torch.Tensor:
         calls.append(len(tokens))
         if calls == [4, 4]:
             torch.empty(1 << 60)
-        return plain(tokens, labels)
+        return plain(tokens, labels, keys)
 
     step.executor.model.forward = limited  # type: ignore[method-assign]
     step.executor.begin_step(6)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.config.model import ModelConfig
+from ingot.model.dropout import attention_keys, dropout
 from ingot.model.norm import make_norm
 
 
@@ -49,12 +50,22 @@ class Attention(nn.Module):
             self.k_norm = make_norm(config, width if each else groups * width)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: "Attend", cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: "Attend",
+        cache: KVCache | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        return self.out(self.values(x, rotary, attend, cache))
+        return self.out(self.values(x, rotary, attend, cache, keys))
 
     def values(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: "Attend", cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: "Attend",
+        cache: KVCache | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """The input of the output projection, [B, T, H D]."""
         qkv = self.project(x)
@@ -69,7 +80,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        return attend(q, k, v, self.dropout).transpose(1, 2).flatten(2)
+        return attend(q, k, v, keys).transpose(1, 2).flatten(2)
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values as the weight holds them, [B, T, G, queries + key + value, D]."""
@@ -79,16 +90,12 @@ class Attention(nn.Module):
             qkv = qkv.clamp(-c.clip_qkv, c.clip_qkv)
         return qkv.unflatten(2, (-1, c.n_heads // c.kv_heads + 2, c.head_width))
 
-    @property
-    def dropout(self) -> float:
-        """The dropout of attention weights that applies now."""
-        return self.config.attn_pdrop if self.training else 0.0
-
 
 class Attend(Protocol):
-    """softmax(q k^T scale + bias) v: q [B, H, T, D], k and v [B, G, S, D] to [B, H, T, D]."""
+    """softmax(q k^T scale + bias) v: q [B, H, T, D], k and v [B, G, S, D] to [B, H, T, D]. With `keys` [B] the weights
+    are dropped out."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor: ...
 
 
 class AttentionOp(Protocol):
@@ -105,7 +112,7 @@ class SdpaAttention:
 
     def __init__(self, config: ModelConfig, heads: slice | None = None):
         """`heads` are the query heads that this rank computes; None means all."""
-        self.config, self.heads = config, heads or slice(None)
+        self.config, self.heads = config, heads or slice(0, config.n_heads)
 
     def slopes(self) -> Tensor | None:
         """The ALiBi slopes of this rank's heads, [H]."""
@@ -122,22 +129,35 @@ class SdpaAttention:
             assert bias is not None
             other = documents[:, None, :, None] != documents[:, None, None, :]  # [B, 1, T, T]
             bias = bias.masked_fill(other, float("-inf"))
-        return SdpaAttend(self.config, causal, bias)
+        return SdpaAttend(self.config, causal, bias, (self.heads.start, total - new))
 
 
 class SdpaAttend:
     """One forward pass of SdpaAttention."""
 
-    def __init__(self, config: ModelConfig, causal: bool, bias: Tensor | None):
+    def __init__(self, config: ModelConfig, causal: bool, bias: Tensor | None, first: tuple[int, int]):
+        """`first` is the number of this rank's first head, and the place of the first query in the sequence."""
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         self.grouped = config.kv_heads != config.n_heads
-        self.causal, self.bias = causal, bias
+        self.causal, self.bias, self.first, self.pdrop = causal, bias, first, config.attn_pdrop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
+        if keys is not None and self.pdrop > 0:
+            return self._with_dropout(q, k, v, keys)
         bias = self.bias.to(q.dtype) if self.bias is not None else None
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
+            q, k, v, attn_mask=bias, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
         )
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+        """By the formula: torch's kernels draw masks of their own."""
+        heads, new = q.shape[1:3]
+        bias = self.bias if self.bias is not None else causal_bias(None, new, k.shape[2], q.device)
+        q = q.unflatten(1, (k.shape[1], -1))  # [B, G, H / G, T, D]
+        scores = (q @ k.unsqueeze(2).mT).flatten(1, 2).float() * self.scale + bias  # [B, H, T, S]
+        rows = attention_keys(keys, self.first[0], heads, self.first[1], new)  # [B, H, T]
+        weights = dropout(scores.softmax(-1), rows, self.pdrop).to(v.dtype)
+        return (weights.unflatten(1, (k.shape[1], -1)) @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def alibi_slopes(n_heads: int, bias_max: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ingot.config.model import ModelConfig
 from ingot.model.activation_checkpointing import run_checkpointed
 from ingot.model.attention import Attend, Attention, AttentionOp, KVCache, SdpaAttention, rotary_tables
+from ingot.model.dropout import BlockKeys, ModelKeys, dropout, model_keys
 from ingot.model.mlp import MLP
 from ingot.model.norm import make_norm
 
@@ -38,17 +39,22 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.norm_2 = make_norm(config, config.d_model)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.resid_pdrop)
+        self.pdrop = config.resid_pdrop
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        cache: KVCache | None = None,
+        keys: BlockKeys | None = None,
     ) -> Tensor:
-        """The residual stream [B, T, d] after this block."""
-        attended = self.dropout(self.attn(self.norm_1(x), rotary, attend, cache))
-        if self.parallel_residual:
-            return x + attended + self.dropout(self.mlp(self.norm_2(x)))
-        x = x + attended
-        return x + self.dropout(self.mlp(self.norm_2(x)))
+        """The residual stream [B, T, d] after this block, with dropout where there are keys."""
+        attention_keys, attn_out_keys, mlp_out_keys = keys or (None, None, None)
+        attended = self.attn(self.norm_1(x), rotary, attend, cache, attention_keys)
+        attended = x + dropout(attended, attn_out_keys, self.pdrop)
+        x = x if self.parallel_residual else attended
+        return attended + dropout(self.mlp(self.norm_2(x)), mlp_out_keys, self.pdrop)
 
 
 class CrossEntropy(nn.Module):
@@ -76,6 +82,7 @@ class GPT(nn.Module):
     - `activation_checkpointing`: what the backward pass of a block recomputes.
     - `residual_dtype`: the type of the residual stream; None keeps the type of the embedding. With bf16, its traffic
       and memory are halved, and passes must run under autocast.
+    - `sequence_part`: which of how many parts of the tokens the residual stream holds, where ranks share a sequence.
     """
 
     def __init__(
@@ -87,9 +94,8 @@ class GPT(nn.Module):
             self.wte = _embedding(config.vocab_rows, config.d_model)
         if has_embedding and config.positions == "learned":
             self.wpe = _embedding(config.context, config.d_model)
-        self.dropout = nn.Dropout(config.emb_pdrop)
-        numbers = range(config.n_layers) if layers is None else layers
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in numbers})
+        self.layers = range(config.n_layers) if layers is None else layers
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in self.layers})
         if has_head:
             self.norm_f = make_norm(config, config.d_model)
         if has_head and not config.tie_word_embeddings:
@@ -98,55 +104,84 @@ class GPT(nn.Module):
         self.loss_fn: nn.Module = CrossEntropy(config.vocab_size)
         self.activation_checkpointing: str | None = None  # full or selective
         self.residual_dtype: torch.dtype | None = None
+        self.sequence_part = (0, 1)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, T, V] of tokens [B, T], which follow those in the cache."""
         hidden = self.hidden_states(tokens, cache)
         return F.linear(hidden, self.output_weight)[..., : self.config.vocab_size]
 
-    def loss(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The summed cross-entropy, a scalar. `positions` [T] are given where a rank holds a part of each sequence."""
-        return self.loss_fn(self.hidden_states(tokens, None, positions), self.output_weight, labels)
+    def loss(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None, sequence_keys: Tensor | None = None
+    ) -> Tensor:
+        """The summed cross-entropy, a scalar. `positions` [T] are given where a rank holds a part of each sequence,
+        `sequence_keys` [B] determine the dropout of each sequence."""
+        return self.loss_fn(self.hidden_states(tokens, None, positions, sequence_keys), self.output_weight, labels)
 
     @property
     def output_weight(self) -> Tensor:
         """The weight [R, d] that turns hidden states into logits."""
         return self.wte.weight if self.config.tie_word_embeddings else self.head.weight
 
-    def hidden_states(self, tokens: Tensor, cache: KVCache | None = None, positions: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        sequence_keys: Tensor | None = None,
+    ) -> Tensor:
         """What the output head reads, [B, T, d]."""
         config, documents = self.config, None
         if positions is None:
             start = cache.length if cache is not None else 0
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)  # [T]
+        keys = self.dropout_keys(sequence_keys, len(tokens), positions)
         separate = config.document_mask or config.document_positions
         if separate and config.eos_token_id is not None and cache is None:  # generated text is one document
             starts = F.pad(tokens[:, :-1].eq(config.eos_token_id), (1, 0))  # [B, T]
             documents = starts.cumsum(1) if config.document_mask else None
             if config.document_positions:
                 positions = positions - torch.where(starts, positions, 0).cummax(1).values  # [B, T]
-        return self.transform(self.embed(tokens, positions), positions, cache, documents)
+        return self.transform(self.embed(tokens, positions, keys), positions, cache, documents, keys)
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def dropout_keys(self, sequence_keys: Tensor | None, batch: int, positions: Tensor) -> ModelKeys | None:
+        """What determines the dropout of a forward pass over tokens at these positions [T] of their sequences; None
+        where nothing is dropped. Without keys of the sequences, each pass has others."""
+        config = self.config
+        if not self.training or max(config.emb_pdrop, config.resid_pdrop, config.attn_pdrop) == 0:
+            return None
+        if sequence_keys is None:
+            sequence_keys = torch.randint(2**62, (batch,), device=positions.device)
+        part, parts = self.sequence_part
+        return model_keys(sequence_keys, self.layers, positions.chunk(parts)[part])
+
+    def embed(self, tokens: Tensor, positions: Tensor, keys: ModelKeys | None = None) -> Tensor:
         """The input of the first block, [B, T, d]."""
         x = self.wte(tokens)
         if self.config.positions == "learned":
             x = x + self.wpe(positions)
-        return self.dropout(x if self.residual_dtype is None else x.to(self.residual_dtype))
+        x = x if self.residual_dtype is None else x.to(self.residual_dtype)
+        return dropout(x, keys.embedding if keys is not None else None, self.config.emb_pdrop)
 
     def transform(
-        self, x: Tensor, positions: Tensor, cache: KVCache | None = None, documents: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+        keys: ModelKeys | None = None,
     ) -> Tensor:
         """The blocks one after the other, and the last norm where this stage has it. `documents` [B, T] numbers the
         documents of each sequence; tokens attend within their own."""
         new, cached = positions.shape[-1], cache.length if cache is not None else 0
         rotary = rotary_tables(self.config, positions) if self.config.positions == "rotary" else None
         attend = self.attention_op.prepare(new, cached + new, positions.device, documents)
-        for block in self.blocks.values():
+        for index, block in enumerate(self.blocks.values()):
+            block_keys = keys.blocks[index] if keys is not None else None
             if self.activation_checkpointing is not None and self.training:
-                x = run_checkpointed(block, self.activation_checkpointing, x, rotary, attend)
+                x = run_checkpointed(block, self.activation_checkpointing, x, rotary, attend, None, block_keys)
             else:
-                x = block(x, rotary, attend, cache)
+                x = block(x, rotary, attend, cache, block_keys)
         if cache is not None:
             cache.length += new
         return self.norm_f(x) if self.has_head else x

@@ -29,7 +29,7 @@ class BuildOptions:
 
 
 class LossModel(nn.Module):
-    """A GPT as executors call it: tokens and labels [B, T] in, the summed loss out.
+    """A GPT as executors call it: tokens and labels [B, T] and the sequences' dropout keys [B] in, the summed loss out.
 
     The hooks of FSDP2 and the compiler attach to the call of a module, so the loss must be one.
     """
@@ -38,8 +38,8 @@ class LossModel(nn.Module):
         super().__init__()
         self.gpt = gpt
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.gpt.loss(tokens, labels)
+    def forward(self, tokens: Tensor, labels: Tensor, sequence_keys: Tensor | None = None) -> Tensor:
+        return self.gpt.loss(tokens, labels, None, sequence_keys)
 
 
 def build_single(config: ModelConfig, seed: int, options: BuildOptions) -> tuple[LossModel, list[str]]:

@@ -45,8 +45,8 @@ class ContextLossModel(LossModel):
         super().__init__(gpt)
         self.cut = cut
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.gpt.loss(self.cut.take(tokens), self.cut.take(labels), self.cut.positions)
+    def forward(self, tokens: Tensor, labels: Tensor, sequence_keys: Tensor | None = None) -> Tensor:
+        return self.gpt.loss(self.cut.take(tokens), self.cut.take(labels), self.cut.positions, sequence_keys)
 
 
 class GatheredAttention:
@@ -66,10 +66,10 @@ class GatheredAttend:
     def __init__(self, cut: SequenceCut, chunks: list[Attend]):
         self.cut, self.chunks = cut, chunks
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
         k, v = self.cut.gather(k), self.cut.gather(v)  # [B, G, S, D]
         parts = [
-            attend(part, k[:, :, :end], v[:, :, :end], dropout=dropout)
+            attend(part, k[:, :, :end], v[:, :, :end], keys)
             for attend, part, end in zip(self.chunks, q.chunk(2, 2), self.cut.ends, strict=True)
         ]
         return torch.cat(parts, 2)  # [B, H, T, D]

@@ -58,12 +58,13 @@ class PipelineStage(LossModel):
         self.first, self.last = index == 0, index == count - 1
         self.index, self.positions, self.precision = index, positions, precision
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor, sequence_keys: Tensor | None = None) -> Tensor:
+        keys = self.gpt.dropout_keys(sequence_keys, len(x), self.positions)
         dtype = COMPUTE_DTYPES.get(self.precision)
         with torch.autocast(x.device.type, dtype=dtype) if dtype is not None else nullcontext():
             if self.first:
-                x = self.gpt.embed(x, self.positions)
-            x = self.gpt.transform(x, self.positions)
+                x = self.gpt.embed(x, self.positions, keys)
+            x = self.gpt.transform(x, self.positions, keys=keys)
             return self.gpt.loss_fn(x, self.gpt.output_weight, labels).view(1) if self.last else x
 
 
@@ -95,14 +96,22 @@ class Pipeline:
         """Let go of what was made for batches that do not come again."""
         self._schedules.clear()
 
-    def accumulate(self, tokens: Tensor, labels: Tensor, microbatches: int, batch_tokens: Tensor) -> Tensor:
-        """Add the gradients of a batch; gives this process's part of the loss (zero but at the last stage)."""
+    def accumulate(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sequence_keys: Tensor | None,
+        microbatches: int,
+        batch_tokens: Tensor,
+    ) -> Tensor:
+        """Add the gradients of a batch. Return this process's part of the loss, zero except at the last stage."""
         self._tokens = batch_tokens
         tokens, labels = self._take(tokens), self._take(labels)
         losses: list[Tensor] = []
         inputs = (tokens,) if self.has_first else ()
         target = {"target": labels, "losses": losses} if self.has_last else {}
-        self._schedule(microbatches, len(tokens) // microbatches).step(*inputs, **target, labels=labels)
+        given = {"labels": labels} | ({"sequence_keys": sequence_keys} if sequence_keys is not None else {})
+        self._schedule(microbatches, len(tokens) // microbatches).step(*inputs, **target, **given)
         self._add_tied_gradients()
         total = torch.zeros((), device=self.mesh.device)
         return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total

@@ -57,6 +57,7 @@ def shard_tensors(gpt: GPT, mesh: ParallelMesh) -> None:
             setattr(gpt, name, ShardedEmbedding(present[name], mesh))
     heads = gpt.config.n_heads // mesh.layout.tensor
     gpt.attention_op = SdpaAttention(gpt.config, slice(heads * mesh.tensor_rank, heads * (mesh.tensor_rank + 1)))
+    gpt.sequence_part = (mesh.tensor_rank, mesh.layout.tensor)
     gpt.loss_fn = VocabParallelCrossEntropy(gpt.config.vocab_size, mesh)
 
 

@@ -84,7 +84,7 @@ class AlibiAttend:
         added, is left to the kernel."""
         return alibi_attention(qkv, self.slopes, self.scale, self.span, bias)[0]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
         q = q.transpose(1, 2).unflatten(2, (k.shape[1], -1))  # [B, T, G, queries, D]
         k, v = (t.transpose(1, 2).unsqueeze(3) for t in (k, v))
         return self.fused(torch.cat([q, k, v], 3)).transpose(1, 2)
@@ -102,7 +102,12 @@ class FusedAttention(Attention):
         self.fuse_bias = fuse_bias and self.config.clip_qkv is None
 
     def values(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        cache: KVCache | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         groups, width = self.config.kv_heads, self.config.head_width
         fuse_bias = self.fuse_bias and kernels_apply(x)
@@ -113,5 +118,5 @@ class FusedAttention(Attention):
             return attend.fused(qkv.unflatten(2, (groups, -1, width)), bias).flatten(2)
         if fuse_bias and cache is None:
             q, k, v = split_heads(*linear_without_bias_grad(self.qkv, x), groups, width)
-            return attend(q, k, v, self.dropout).transpose(1, 2).flatten(2)
-        return super().values(x, rotary, attend, cache)
+            return attend(q, k, v, keys).transpose(1, 2).flatten(2)
+        return super().values(x, rotary, attend, cache, keys)

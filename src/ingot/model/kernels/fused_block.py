@@ -13,6 +13,7 @@ reference.
 from torch import Tensor, nn
 
 from ingot.model.attention import Attend, KVCache
+from ingot.model.dropout import BlockKeys
 from ingot.model.gpt import Block
 from ingot.model.kernels.add_norm import add_norm
 from ingot.model.kernels.bf16_weights import linear_without_bias_grad
@@ -29,18 +30,24 @@ class FusedBlock(Block):
         nn.Module.__init__(self)
         self.parallel_residual, self.training = block.parallel_residual, block.training
         self.norm_1, self.attn, self.norm_2, self.mlp = block.norm_1, block.attn, block.norm_2, block.mlp
-        self.dropout = block.dropout
+        self.pdrop = block.pdrop
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, attend: Attend, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        cache: KVCache | None = None,
+        keys: BlockKeys | None = None,
     ) -> Tensor:
         if not kernels_apply(x):
-            return super().forward(x, rotary, attend, cache)
+            return super().forward(x, rotary, attend, cache, keys)
+        attention_keys = keys.attention if keys is not None else None
         x, normed = add_norm(self.norm_1, x)
         if self.parallel_residual:
             x, other = add_norm(self.norm_2, x)
-            return x + self.attn(normed, rotary, attend, cache) + self.mlp(other)
-        values = self.attn.values(normed, rotary, attend, cache)
+            return x + self.attn(normed, rotary, attend, cache, attention_keys) + self.mlp(other)
+        values = self.attn.values(normed, rotary, attend, cache, attention_keys)
         x, normed = add_norm(self.norm_2, x, *linear_without_bias_grad(self.attn.out, values))
         return x + self.mlp(normed)
 

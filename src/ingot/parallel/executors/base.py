@@ -5,7 +5,6 @@ no pipeline, no DTensor. `SingleProcess` and `Distributed` implement it. A loss 
 (or summed) loss; `sum_loss` returns the whole.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.config.model import ModelConfig
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
+from ingot.model.dropout import sequence_keys
 from ingot.model.shapes import is_matrix
 from ingot.parallel.coordinator import Coordinator
 from ingot.parallel.dtensor import local
@@ -182,19 +181,20 @@ class Executor(Protocol):
 
 
 def run_microbatches(
-    forward_backward: Callable[[Tensor, Tensor], Tensor],
+    forward_backward: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor],
     batch: Batch,
     size: int,
     device: torch.device,
-    before: Callable[[int, bool], None],
+    sequence_keys: Tensor | None,
 ) -> Tensor:
-    """The sum of what `forward_backward` returns over the microbatches of a batch. `before` gets the first row of each
-    and whether it is the last."""
+    """The sum of what `forward_backward` returns over the microbatches of a batch, each given by its tokens, its
+    labels, its sequences' dropout keys and whether it is the last."""
     total = torch.zeros((), device=device)
     for start in range(0, len(batch.tokens), size):
-        before(start, start + size >= len(batch.tokens))
-        rows = slice(start, start + size)
-        total += forward_backward(to_device(batch.tokens[rows], device), to_device(batch.labels[rows], device))
+        rows, last = slice(start, start + size), start + size >= len(batch.tokens)
+        keys = sequence_keys[rows] if sequence_keys is not None else None
+        tokens, labels = to_device(batch.tokens[rows], device), to_device(batch.labels[rows], device)
+        total += forward_backward(tokens, labels, keys, last)
     return total
 
 
@@ -235,15 +235,12 @@ def scale_gradients(gradients: list[Tensor], norm: Tensor, limit: float | None, 
     return norm
 
 
-def has_dropout(model: ModelConfig) -> bool:
-    return max(model.emb_pdrop, model.resid_pdrop, model.attn_pdrop) > 0
-
-
-def dropout_seed(seed: int, step: int, sample: int) -> int:
-    """The seed of a microbatch's dropout masks, from its step and the position of its first sample in the global
-    batch. It depends neither on the rank nor on what ran before, so a resumed run draws the same masks."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def dropout_keys(executor: Executor, config: RunConfig, step: int, rows: int) -> Tensor | None:
+    """What determines the dropout of this rank's rows of a step's batch, [rows]; None without dropout."""
+    if max(config.model.emb_pdrop, config.model.resid_pdrop, config.model.attn_pdrop) == 0:
+        return None
+    first, _ = executor.batch_part(config.global_train_batch_size)
+    return sequence_keys(config.seed, step, first, rows, executor.device)
 
 
 def measure_memory(

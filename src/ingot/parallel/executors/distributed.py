@@ -6,6 +6,7 @@ One process may run this as well (`parallel.shard=1`): the same program on a wor
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ from ingot.parallel.executors.base import (
     MemoryUse,
     NamedParameter,
     count_labels,
-    dropout_seed,
-    has_dropout,
+    dropout_keys,
     measure_memory,
     pad_batch,
     run_microbatches,
@@ -68,7 +68,6 @@ class Distributed:
         shares = [0.0 if p.is_tied_copy else 1 / _holders(p.tensor) for p in self.parameters]
         self._shares = torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._counts_loss = self.mesh.tensor_rank == 0 and (self.pipeline is None or self.pipeline.has_last)
-        self._has_dropout = has_dropout(config.model)
         self._step = 0
         self._comm_timer = CommTimer(self.device)
         self._flag = torch.zeros(1, dtype=torch.int32)
@@ -88,13 +87,12 @@ class Distributed:
             divisor = divisor / loss_scale
         count = self._microbatch_count()
         batch = pad_batch(batch, count * self.microbatch)
+        keys = dropout_keys(self, self.config, self._step, len(batch.tokens))
         if self.pipeline is not None:
-            loss = self._run_pipeline(to_device(batch.tokens, self.device), batch.labels, count, divisor)
+            tokens, labels = to_device(batch.tokens, self.device), to_device(batch.labels, self.device)
+            loss = self.pipeline.accumulate(tokens, labels, keys, count, divisor)
         else:
-            loss = run_microbatches(
-                lambda tokens, labels: self._forward_backward(tokens, labels, divisor),
-                batch, self.microbatch, self.device, self._before_microbatch,
-            )  # fmt: skip
+            loss = run_microbatches(partial(self._forward_backward, divisor), batch, self.microbatch, self.device, keys)
         return loss if loss_scale is None else loss / loss_scale
 
     def clip_gradients(self, limit: float | None, loss_scale: Tensor | None = None) -> Tensor:
@@ -108,25 +106,14 @@ class Distributed:
         for root in self.roots:
             refresh(root)
 
-    def _forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+    def _forward_backward(
+        self, divisor: Tensor, tokens: Tensor, labels: Tensor, keys: Tensor | None = None, last: bool = True
+    ) -> Tensor:
+        reduce_gradients(self.roots, last)
         with autocast(self.config.precision, self.device):
-            loss = self.roots[0](tokens, labels) / divisor
+            loss = self.roots[0](tokens, labels, keys) / divisor
         loss.backward()
         return loss.detach()
-
-    def _before_microbatch(self, row: int, last: bool) -> None:
-        reduce_gradients(self.roots, last)
-        self._seed_dropout(row)
-
-    def _run_pipeline(self, tokens: Tensor, labels: np.ndarray, count: int, divisor: Tensor) -> Tensor:
-        assert self.pipeline is not None
-        self._seed_dropout(0)  # once: the schedule orders the passes, the same way in each step
-        return self.pipeline.accumulate(tokens, to_device(labels, self.device), count, divisor)
-
-    def _seed_dropout(self, row: int) -> None:
-        if self._has_dropout:
-            first, _ = self.batch_part(self.config.global_train_batch_size)
-            torch.manual_seed(dropout_seed(self.config.seed, self._step, first + row))
 
     def _microbatch_count(self) -> int:
         """Microbatches per step, the same on every rank: collectives must meet."""
@@ -259,11 +246,11 @@ class Distributed:
         if self.pipeline is not None:
             count = self.pipeline.microbatches(1)  # as many as are in flight at a time
             tokens = np.tile(tokens, (count, 1))
-            self._run_pipeline(to_device(tokens, self.device), tokens, count, one)
-        else:
-            reduce_gradients(self.roots, last=True)
             inputs = to_device(tokens, self.device)
-            self._forward_backward(inputs, inputs, one)
+            self.pipeline.accumulate(inputs, inputs, None, count, one)
+        else:
+            inputs = to_device(tokens, self.device)
+            self._forward_backward(one, inputs, inputs)
 
     def start_comm_timer(self) -> None:
         self._comm_timer.start()

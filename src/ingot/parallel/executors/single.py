@@ -21,8 +21,7 @@ from ingot.parallel.executors.base import (
     NamedParameter,
     NoMessages,
     count_labels,
-    dropout_seed,
-    has_dropout,
+    dropout_keys,
     measure_memory,
     run_microbatches,
     scale_gradients,
@@ -60,7 +59,6 @@ class SingleProcess:
         self.recompute: str | None = None
         self.graph: MicrobatchGraph | None = None
         self._graph_decided = device.type != "cuda" or config.cuda_graphs is False
-        self._has_dropout = has_dropout(config.model)
         self._step, self._steps_done = 0, 0
 
     # --- one step
@@ -97,26 +95,23 @@ class SingleProcess:
         refresh(self.model)
 
     def _run(self, batch: Batch, divisor: Tensor) -> Tensor:
-        def before(row: int, last: bool) -> None:
-            if self._has_dropout:
-                torch.manual_seed(dropout_seed(self.config.seed, self._step, row))
-
-        def forward_backward(tokens: Tensor, labels: Tensor) -> Tensor:
+        def forward_backward(tokens: Tensor, labels: Tensor, keys: Tensor | None, last: bool) -> Tensor:
             if self.graph is not None and len(tokens) == self.microbatch:
                 return self.graph.run(tokens, labels, divisor)
-            return self.forward_backward(tokens, labels, divisor)
+            return self.forward_backward(tokens, labels, divisor, keys)
 
         if self._compile_pending:
             compile_model(self.model)
             self._compile_pending = False
         if self.graph is not None:
             self.graph.begin()
-        return run_microbatches(forward_backward, batch, self.microbatch, self.device, before)
+        keys = dropout_keys(self, self.config, self._step, len(batch.tokens))
+        return run_microbatches(forward_backward, batch, self.microbatch, self.device, keys)
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+    def forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor, keys: Tensor | None = None) -> Tensor:
         """Add the gradients of a microbatch's part of the loss. Return that part."""
         with autocast(self.config.precision, self.device):
-            loss = self.model(tokens, labels) / divisor
+            loss = self.model(tokens, labels, keys) / divisor
         loss.backward()
         return loss.detach()
 
