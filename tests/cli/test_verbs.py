@@ -139,7 +139,8 @@ def test_imported_weights_are_where_training_starts(ingot: Ingot, trained: Path,
 
 def test_recipes_can_be_listed_and_shown(ingot: Ingot) -> None:
     listed = ingot("recipes", "list").stdout
-    assert "mpt-125m" in listed and "125,311,488" in listed and "gpt3-175b" in listed
+    assert "mpt-125m" in listed and "125.3M" in listed and "gpt3-175b" in listed and "0.00025" in listed
+    assert max(map(len, listed.splitlines())) <= 80 and "…" not in listed
     shown = ingot("recipes", "show", "mpt-125m").stdout
     assert yaml.safe_load(shown)["model"]["d_model"] == 768
 
@@ -155,15 +156,6 @@ def test_doctor_reports_python_torch_and_kernels(ingot: Ingot) -> None:
     done = ingot("doctor")
     for what in ("python", "torch", "kernels", "disk", "extra hf", "torch.compile"):
         assert what in done.stdout
-
-
-def test_help_of_every_verb_has_an_example_and_needs_no_torch(ingot: Ingot) -> None:
-    for verb in ("train", "eval", "generate", "export", "import", "demo", "doctor", "prepare"):
-        assert f"ingot {verb}" in ingot(verb, "--help").stdout, verb
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "ingot.cli.main", "--help"], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and not any(line.rstrip().endswith("| torch") for line in done.stderr.splitlines())
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("mpt-125m", marks=pytest.mark.slow), "pythia-14m"])

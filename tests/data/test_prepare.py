@@ -15,9 +15,7 @@ import pytest
 from test_writers import read_mds, read_tokens
 from typer.testing import CliRunner
 
-from ingot.cli.options import SectionCommand
-from ingot.cli.prepare import prepare as prepare_command
-from ingot.cli.prepare import translate
+from ingot.cli.prepare import app, translate
 from ingot.config.data import SourceConfig
 from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
@@ -676,10 +674,6 @@ def test_a_worker_that_dies_is_reported_and_the_rest_can_go_on(
 
 
 def command(*arguments: str) -> str:
-    import typer
-
-    app = typer.Typer()
-    app.command(cls=SectionCommand)(prepare_command)
     result = CliRunner().invoke(app, list(arguments))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception

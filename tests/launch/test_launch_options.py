@@ -26,12 +26,12 @@ SLURM = {"--stage", "--time", "-t", "--partition", "-p", "--account", "-A", "--q
     ],
 )  # fmt: skip
 def test_every_command_has_its_options(
-    command: str, expected: set[str], ingot: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    command: str, expected: set[str], ingot_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = ingot("launch", *command.split(), "--help").stdout
+    text = ingot_here("launch", *command.split(), "--help").stdout
     table = "\n".join(line for line in text.splitlines() if re.match(r"│ -", line))
-    assert set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*", table)) == expected | {"--help"}
+    assert set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*", table)) == expected | {"--help", "-h"}
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -14,7 +14,7 @@ import pytest
 from specs import LAUNCH, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.build_spec import place_training
+from ingot.launch.build_spec import training_spec
 from ingot.launch.kubernetes.objects import render as render_manifest
 from ingot.launch.profiles import DEFAULTS_VARIABLE, find_profile, profile_names
 from ingot.launch.slurm.script import render_scripts, script_body
@@ -112,7 +112,7 @@ def test_a_defaults_file_sets_what_the_command_does_not(tmp_path: Path, monkeypa
     path = tmp_path / "launch.yaml"
     path.write_text("partition: gpu\nprofile: aws-p5\nnodes: 2\nclaims: [shared:/data]\nqueue: research\n")
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(path))
-    placed, notes = place_training(RUN, {"nodes": 4, "partition": None, "mounts": []})
+    placed, notes = training_spec(RUN, {"nodes": 4, "partition": None, "mounts": []})
     assert (placed.partition, placed.nodes, placed.gpus_per_node, placed.queue) == ("gpu", 4, 8, "research")
     assert any(str(path) in note for note in notes)
 
@@ -128,7 +128,7 @@ def test_a_wrong_defaults_file_is_refused(
     path.write_text(content)
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(path))
     with pytest.raises(ConfigError, match=reason):
-        place_training(RUN, {})
+        training_spec(RUN, {})
     monkeypatch.setenv(DEFAULTS_VARIABLE, str(tmp_path / "absent.yaml"))
     with pytest.raises(ConfigError, match="which does not exist"):
-        place_training(RUN, {})
+        training_spec(RUN, {})

@@ -1,25 +1,36 @@
 """`ingot checkpoint`: what a run has saved, locally or at a URL."""
 
+import math
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
+from ingot.checkpoint.location import CheckpointLocation, find_checkpoints, find_incomplete
+from ingot.checkpoint.manifest import CHECKPOINTS, ITEM_BYTES, MANIFEST, MODEL, verify
+from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.errors import CheckpointError, disk_error
+from ingot.migrate import load_run_config
+from ingot.parallel.layout import Layout
+from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.storage.byte_sizes import format_bytes
+from ingot.storage.object_store import is_url
 
-if TYPE_CHECKING:
-    from ingot.checkpoint.location import CheckpointLocation
-
-checkpoint_app = typer.Typer(help="List, verify, show, size, copy and consolidate checkpoints.", no_args_is_help=True)
+app = typer.Typer(add_completion=False, cls=OptionGroup, no_args_is_help=True)
 Where = Annotated[str, typer.Argument(metavar="RUN_OR_URL", help="Run folder, checkpoint, or the URL of either.")]
 Step = Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.")]
 
 
-@checkpoint_app.command("list")
+@app.command("list", cls=OptionCommand)
 def show_list(where: Where) -> None:
     """List all checkpoints of a run.
 
-    Example: ingot checkpoint list runs/first
+    Examples:
+      ingot checkpoint list runs/first
+      ingot checkpoint list s3://bucket/first
     """
     rows = []
     for location in _locations(where):
@@ -30,16 +41,16 @@ def show_list(where: Where) -> None:
     _print(["step", "tokens", "size", "files", "holds", "where"], rows)
 
 
-@checkpoint_app.command("verify")
-def verify(where: Where) -> None:
-    """Check every file of every checkpoint against its size and hash; exit code 2 if one is damaged or has no
-    manifest.
+@app.command("verify", cls=OptionCommand)
+def verify_all(where: Where) -> None:
+    """Check the size and hash of every file of every checkpoint.
 
-    Example: ingot checkpoint verify s3://bucket/run
+    The exit code is 2 if one is damaged or has no manifest.
+
+    Examples:
+      ingot checkpoint verify runs/first
+      ingot checkpoint verify s3://bucket/first
     """
-    from ingot.checkpoint.location import find_incomplete
-    from ingot.errors import CheckpointError
-
     locations, problems = _locations(where), []
     for location in find_incomplete(where):
         problems.append(f"{location} is incomplete: it has no manifest.json")
@@ -57,7 +68,7 @@ def verify(where: Where) -> None:
         raise CheckpointError(f"{len(problems)} damaged or incomplete: {problems[0]}")
 
 
-@checkpoint_app.command("show")
+@app.command("show", cls=OptionCommand)
 def show(
     where: Where,
     step: Step = None,
@@ -65,12 +76,10 @@ def show(
 ) -> None:
     """Show what is in a checkpoint.
 
-    Example: ingot checkpoint show runs/first --step 1000 --tensors
+    Examples:
+      ingot checkpoint show runs/first
+      ingot checkpoint show runs/first --step 1000 --tensors
     """
-    import math
-
-    from ingot.checkpoint.manifest import ITEM_BYTES
-
     location = _pick(where, step)
     manifest = location.manifest()
     config, state = manifest.state.get("config", {}), manifest.state
@@ -98,18 +107,16 @@ def show(
         _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)
 
 
-@checkpoint_app.command("size")
+@app.command("size", cls=OptionCommand)
 def size(
     recipes: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILE...", help="Recipes or config files.")],
 ) -> None:
     """Estimate the size of checkpoints before training.
 
-    Example: ingot checkpoint size mpt-30b mpt-70b
+    Examples:
+      ingot checkpoint size mpt-30b mpt-70b
+      ingot checkpoint size my-run.yaml
     """
-    from ingot.migrate import load_run_config
-    from ingot.parallel.layout import Layout
-    from ingot.parallel.memory_estimate import StepShape, estimate_memory
-
     rows = []
     for recipe in recipes:
         config = load_run_config([recipe])
@@ -119,7 +126,7 @@ def size(
     _print(["recipe", "parameters", "weights only", "with training state"], rows)
 
 
-@checkpoint_app.command("copy")
+@app.command("copy", cls=OptionCommand)
 def copy(
     where: Where,
     to: Annotated[str, typer.Argument(help="Run folder or URL to copy to.")],
@@ -127,27 +134,31 @@ def copy(
 ) -> None:
     """Verify a checkpoint and copy it with the run's config and tokenizer.
 
-    Example: ingot checkpoint copy runs/first s3://bucket/first
+    Examples:
+      ingot checkpoint copy runs/first s3://bucket/first
+      ingot checkpoint copy s3://bucket/first runs/second --step 1000
     """
-    from ingot.checkpoint.remote_copy import copy_checkpoint
+    from ingot.checkpoint.remote_copy import copy_checkpoint  # loads torch
 
     print(f"copied {copy_checkpoint(_pick(where, step), to)}")
 
 
-@checkpoint_app.command("consolidate")
+@app.command("consolidate", cls=OptionCommand)
 def consolidate(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
     out: Annotated[Path, typer.Argument(help="New run folder.")],
     step: Step = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip the training state.")] = False,
 ) -> None:
-    """Merge a checkpoint of many ranks into one file of weights and one of training state.
+    """Merge the files of many ranks into one per section.
 
-    Example: ingot checkpoint consolidate runs/first runs/first-whole
+    Writes one file of weights and one of training state.
+
+    Examples:
+      ingot checkpoint consolidate runs/first runs/first-whole
+      ingot checkpoint consolidate runs/first out --step 1000 --weights-only
     """
-    from ingot.checkpoint.manifest import MODEL, verify
-    from ingot.checkpoint.store import consolidate as write
-    from ingot.errors import CheckpointError, disk_error
+    from ingot.checkpoint.store import consolidate as write  # loads torch
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not empty; choose another folder")
@@ -160,11 +171,6 @@ def consolidate(
 
 
 def _locations(where: str) -> "list[CheckpointLocation]":
-    from ingot.checkpoint.location import find_checkpoints, find_incomplete
-    from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
-    from ingot.errors import CheckpointError
-    from ingot.storage.object_store import is_url
-
     if not is_url(where) and not Path(where).exists():
         raise CheckpointError(f"no such run or checkpoint: {where}")
     if not (locations := find_checkpoints(where)):
@@ -176,8 +182,6 @@ def _locations(where: str) -> "list[CheckpointLocation]":
 
 
 def _pick(where: str, step: int | None) -> "CheckpointLocation":
-    from ingot.errors import CheckpointError
-
     locations = _locations(where)
     chosen = [found for found in locations if step is None or (found.prefix and found.step == step)]
     if not chosen:
@@ -187,16 +191,13 @@ def _pick(where: str, step: int | None) -> "CheckpointLocation":
 
 def _print(columns: list[str], rows: list[list[str]]) -> None:
     """Print a table: aligned on a terminal, otherwise tab-separated, one line per row."""
-    import sys
-
     if not sys.stdout.isatty():
         for row in [columns, *rows]:
             print("\t".join(row))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns, box=None)
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")  # a narrow terminal cuts nothing off
     for row in rows:
         table.add_row(*row)
     Console().print(table)

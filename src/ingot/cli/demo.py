@@ -6,19 +6,28 @@ from typing import Annotated
 
 import typer
 
+from ingot.cli.commands import OptionCommand
+from ingot.demo import make_tokenizer, write_corpus
+from ingot.report.loss_curve import draw_loss_curve
+
+app = typer.Typer(add_completion=False)
 PROMPT = "def __init__(self"
 
 
+@app.command(cls=OptionCommand)
 def demo(
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("demo"),
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")] = None,
 ) -> None:
-    """Text to a trained, evaluated and exported model in a few minutes on a CPU, without a network or an account.
+    """Train a small model on a CPU in minutes, without a network.
 
-    Example: ingot demo
+    Prepares Python's standard library, then trains, evaluates, samples and
+    exports a model. Run again, it reuses what is there.
+
+    Examples:
+      ingot demo
+      ingot demo --out /tmp/demo max_duration=100ba
     """
-    from ingot.demo import make_tokenizer, write_corpus
-
     documents, size = write_corpus(out / "corpus")
     print(f"corpus: {documents} modules of Python's standard library, {size / 1e6:.1f} MB, in {out / 'corpus'}")
     vocabulary = make_tokenizer(out / "corpus", out / "tokenizer")
@@ -32,8 +41,6 @@ def demo(
     _ingot("generate", f"{out}/run", "--prompt", PROMPT, "--max-new-tokens", "120", "--seed", "1")
     if not (out / "hf").exists():
         _ingot("export", f"{out}/run", "--to", "hf", f"{out}/hf")
-
-    from ingot.report.loss_curve import draw_loss_curve
 
     draw_loss_curve(out / "run", out / "loss.png", "ingot demo: a small MPT on Python's standard library")
     print(f"""
@@ -49,7 +56,7 @@ What to type next:
 
 def _ingot(*arguments: str) -> None:
     """Print a command as a user would type it, then run it."""
-    from ingot.cli.main import app
+    from ingot.cli.main import app as ingot
 
     print(f"\n$ ingot {shlex.join(arguments)}")
-    app(list(arguments), prog_name="ingot", standalone_mode=False)
+    ingot(list(arguments), prog_name="ingot", standalone_mode=False)

@@ -5,9 +5,14 @@ from typing import Annotated
 
 import typer
 
+from ingot.cli.commands import OptionCommand
 from ingot.errors import ConfigError
+from ingot.report.environment_check import check_environment
+
+app = typer.Typer(add_completion=False)
 
 
+@app.command(cls=OptionCommand)
 def doctor(
     run: Annotated[Path | None, typer.Argument(help="With --cluster: the folder of a launched run.")] = None,
     cluster: Annotated[
@@ -17,12 +22,15 @@ def doctor(
         str | None, typer.Option(help="With --cluster: the profile of the nodes, without a run.")
     ] = None,
 ) -> None:
-    """What works on this machine, what is missing, and the command that fixes it. With --cluster: run the checks that
-    precede each attempt of a launched run on every node.
+    """Check this machine, or the nodes of a cluster.
 
-    Example: ingot doctor
+    Says what works, what is missing, and the command that fixes it. With
+    --cluster it runs the checks that precede each attempt of a launched run,
+    on every node of the current Slurm allocation (inside `salloc`).
 
-    Example: salloc -N 16 --exclusive ingot doctor --cluster runs/mpt-30b
+    Examples:
+      ingot doctor
+      ingot doctor --cluster runs/mpt-30b
     """
     if run is not None and profile is not None:
         raise ConfigError("a launched run has its own profile; omit --profile or the run folder")
@@ -32,8 +40,6 @@ def doctor(
         from ingot.launch.preflight.doctor import check_nodes
 
         raise typer.Exit(check_nodes(run, profile))
-    from ingot.report.environment_check import check_environment
-
     results = check_environment()
     for result in results:
         fix = f"  ->  {result.fix}" if result.fix and result.state != "ok" else ""

@@ -6,6 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ingot.cli.commands import OptionCommand
+
+app = typer.Typer(add_completion=False)
+
 
 class ExportTarget(StrEnum):
     hf = "hf"
@@ -17,6 +21,7 @@ class Dtype(StrEnum):
     fp16 = "fp16"
 
 
+@app.command(cls=OptionCommand)
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder or checkpoint.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
@@ -24,13 +29,15 @@ def export(
         ExportTarget, typer.Option("--to", help="hf: a folder that transformers loads without remote code.")
     ] = ExportTarget.hf,
     dtype: Annotated[Dtype | None, typer.Option(help="Convert weights. Default: as stored.")] = None,
-    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file.")] = 5.0,
+    max_shard_gb: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file, in GB.")] = 5.0,
 ) -> None:
-    """Export a model in a format that other libraries read.
+    """Convert a checkpoint to a format that other libraries read.
 
-    Example: ingot export runs/first --to hf ./my-model
+    Examples:
+      ingot export runs/first --to hf ./my-model
+      ingot export runs/first/checkpoints/1000 ./my-model --dtype bf16
     """
-    from ingot.checkpoint.hf.transfer import export_run
+    from ingot.checkpoint.hf.transfer import export_run  # loads torch
 
     name = export_run(run, out, dtype.value if dtype else None, int(max_shard_gb * 1e9))
     print(f"wrote {out}: {name}; load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})")

@@ -6,7 +6,12 @@ from typing import Annotated
 
 import typer
 
+from ingot.cli.commands import OptionCommand
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=OptionCommand)
 def generate(
     run: Annotated[Path, typer.Argument(help="Run folder, checkpoint or Hugging Face folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
@@ -19,11 +24,15 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed, to reproduce a sample.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Continue a text, printing it as it is generated.
+    """Continue a text with a model.
 
-    Example: ingot generate runs/first --prompt "def main():" --temperature 0.7 --top-k 50
+    Prints the text as it is generated.
+
+    Examples:
+      ingot generate runs/first --prompt "def main():"
+      ingot generate ./my-model --prompt "Once" --temperature 0 --device cuda
     """
-    from ingot.checkpoint.hf.transfer import tokenizer_of
+    from ingot.checkpoint.hf.transfer import tokenizer_of  # loads torch
     from ingot.checkpoint.load import load_model
     from ingot.model.generate import generate as sample
 

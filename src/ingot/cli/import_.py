@@ -5,7 +5,12 @@ from typing import Annotated
 
 import typer
 
+from ingot.cli.commands import OptionCommand
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=OptionCommand)
 def import_(
     source: Annotated[
         Path, typer.Argument(help="A Hugging Face, GPT-NeoX or Megatron folder, or a Composer .pt file.")
@@ -15,11 +20,16 @@ def import_(
         str | None, typer.Option(help="The model's YAML or script, or a recipe, where the checkpoint lacks it.")
     ] = None,
 ) -> None:
-    """Turn a checkpoint of another stack into a run folder, to generate from, evaluate, export or train on.
+    """Convert another stack's checkpoint to a run folder.
 
-    Example: ingot import ./pythia-160m runs/pythia
+    Generate from the run folder, evaluate it, export it, or train on.
+
+    Examples:
+      ingot import ./pythia-160m runs/pythia
+      ingot import ./global_step1000 runs/neox --config 1-4B.yml
     """
-    from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
+    from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint  # loads torch
 
     import_checkpoint(source, out, config)
-    print(f"wrote {out}; train on from it with: ingot train {out}/config.yaml data=... load_path={out} save_folder=...")
+    print(f"wrote {out}; continue training from it with:")
+    print(f"  ingot train {out}/config.yaml data=... load_path={out} save_folder=...")

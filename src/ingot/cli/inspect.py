@@ -1,30 +1,29 @@
 """`ingot inspect`: what is in a dataset."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ingot.cli.commands import OptionCommand
 from ingot.cli.options import options_from
+from ingot.data.loading.inspect import InspectOptions, inspect_dataset
 
-if TYPE_CHECKING:
-    from ingot.data.loading.inspect import InspectOptions
-
-
-def _load_options() -> "type[InspectOptions]":
-    from ingot.data.loading.inspect import InspectOptions
-
-    return InspectOptions
+app = typer.Typer(add_completion=False)
 
 
-@options_from(_load_options)
+@app.command(cls=OptionCommand)
+@options_from(InspectOptions)
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder, prefix of .bin/.idx, or URL of a dataset.")], **options: Any
 ) -> None:
-    """What is in a dataset: counts, sizes and hashes verified, tokenizer, samples, a loader test.
+    """Describe and verify a dataset.
 
-    Example: ingot inspect my-data --split train --text --loader
+    Prints counts and the tokenizer, and checks sizes and hashes; on request
+    also shows samples and reads batches as training does.
+
+    Examples:
+      ingot inspect my-data
+      ingot inspect s3://bucket/c4 --split val --text --loader
     """
-    from ingot.data.loading.inspect import inspect_dataset
-
     for line in inspect_dataset(path, options):
         print(line)

@@ -2,34 +2,67 @@
 
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from ingot.cli.checkpoint import checkpoint_app
-from ingot.cli.config import config_app
-from ingot.cli.demo import demo
-from ingot.cli.doctor import doctor
-from ingot.cli.eval import evaluate
-from ingot.cli.export import export
-from ingot.cli.generate import generate
-from ingot.cli.import_ import import_
-from ingot.cli.inspect import inspect
-from ingot.cli.launch import launch_app
-from ingot.cli.options import SectionCommand
-from ingot.cli.prepare import prepare
-from ingot.cli.recipes import recipes_app
-from ingot.cli.status import logs, status, stop
-from ingot.cli.tokenizer import tokenizer_app
-from ingot.cli.train import train
+from ingot.cli.commands import OptionGroup, Verb
 from ingot.config.secrets import redact
-from ingot.errors import EXIT_FAULT, IngotError
-from ingot.launch.supervisor.failure import record_failure
+from ingot.launch.supervisor.failure import exit_code_of
+from ingot.version import __version__
+
+VERBS = {
+    "Data": {
+        "prepare": "Turn text into token shards, ready to train on.",
+        "inspect": "Describe and verify a dataset.",
+        "tokenizer": "Train, show and compare tokenizers.",
+    },
+    "Train": {
+        "train": "Train a model, or continue an interrupted run.",
+        "recipes": "List and show the recipes that ship with ingot.",
+        "config": "Check, convert and document configs.",
+        "demo": "Train a small model on a CPU in minutes, without a network.",
+    },
+    "Evaluate and use": {
+        "eval": "Compute loss, perplexity and bits per byte of a model.",
+        "generate": "Continue a text with a model.",
+        "export": "Convert a checkpoint to a format that other libraries read.",
+        "import": "Convert another stack's checkpoint to a run folder.",
+    },
+    "Cluster": {
+        "launch": "Run on Slurm, Kubernetes or this machine; restart after faults.",
+        "status": "Show state, step, loss, speed and failures of a run.",
+        "logs": "Show or follow the logs of a run.",
+        "stop": "Ask a run to save and stop.",
+    },
+    "Inspect": {
+        "checkpoint": "List, verify, show, size, copy and consolidate checkpoints.",
+        "doctor": "Check this machine, or the nodes of a cluster.",
+    },
+}
+_MODULES = {"import": "import_"}  # others are named like their verb
+
+
+class IngotCommand(OptionGroup):
+    """All verbs."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.commands = {
+            name: Verb(name, summary, panel, _MODULES.get(name, name))
+            for panel, verbs in VERBS.items()
+            for name, summary in verbs.items()
+        }
+
 
 app = typer.Typer(
+    cls=IngotCommand,
     name="ingot",
-    help="From raw text to a pretrained GPT: prepare, train, resume, evaluate, generate, export.\n\n"
-    "Every verb takes --debug: the stack trace of a failure then goes to ingot-debug.log.",
+    help="From raw text to a pretrained GPT.",
+    epilog="Start with `ingot demo`. `ingot VERB --help` shows options and examples.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,60 +70,60 @@ app = typer.Typer(
 )
 
 
-app.command("prepare", cls=SectionCommand)(prepare)
-app.command("inspect", cls=SectionCommand)(inspect)
-app.add_typer(tokenizer_app, name="tokenizer")
-app.command("train")(train)
-app.command("eval")(evaluate)
-app.command("generate")(generate)
-app.command("export")(export)
-app.command("import")(import_)
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(recipes_app, name="recipes")
-app.add_typer(config_app, name="config")
-app.add_typer(launch_app, name="launch")
-app.command("status")(status)
-app.command("logs")(logs)
-app.command("stop")(stop)
-app.command("doctor")(doctor)
-app.command("demo")(demo)
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"ingot {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def ingot(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[  # `main` removes it, so that it may come after the verb as well
+        bool, typer.Option("--debug", help="With any verb: write the stack trace of a failure to ingot-debug.log.")
+    ] = False,
+) -> None: ...
+
+
+def all_commands(command: Any = None, name: str = "ingot") -> Iterator[tuple[str, Any]]:
+    """Every command with its full name, such as `ingot launch slurm`. Imports them all."""
+    command = command or typer.main.get_command(app)
+    if isinstance(command, Verb):
+        command = command.load()
+    yield name, command
+    for inner in getattr(command, "commands", {}).values():
+        yield from all_commands(inner, f"{name} {inner.name}")
 
 
 def main() -> None:
     """Run a verb; a failure is one sentence on standard error and a non-zero exit code."""
-    arguments = sys.argv[1:]
-    debug = "--debug" in arguments
-    arguments = [a for a in arguments if a != "--debug"]
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    hint = "" if debug else "; run again with --debug for the stack trace"
+    sys.exit(exit_code_of(lambda: _run(arguments, debug), hint))
+
+
+def _run(arguments: list[str], debug: bool) -> int:
     try:
         code = app(arguments, prog_name="ingot", standalone_mode=False)
-        if code == 130:  # how typer gives back Ctrl-C
-            raise KeyboardInterrupt
-    except IngotError as error:
-        code = _fail(f"error: {error}", error.exit_code, debug)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted; the same command continues from the last checkpoint", 130, debug=False)
+    except typer.Abort:
+        code = 130
     except BrokenPipeError:
-        code = 0
+        return 0
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: a wrong option or argument
             error.show()
-            sys.exit(error.exit_code)
-        hint = "" if debug else "; run again with --debug for the stack trace"
-        code = _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT, debug)
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int, debug: bool) -> int:
-    # First the record: standard error may be on a full disk, and this process may be killed while it prints.
-    recorded = record_failure(message.removeprefix("error: "), code, sys.exc_info()[1])
-    print(redact(message), file=sys.stderr)
-    if recorded:  # standard error is this process's log; the launcher prints the sentence
-        print(redact(traceback.format_exc()), file=sys.stderr)
-    if debug:
-        path = Path("ingot-debug.log")
-        path.write_text(redact(traceback.format_exc()), encoding="utf-8")
-        print(f"the stack trace is in {path}", file=sys.stderr)
-    return code
+            return int(error.exit_code)
+        if debug:
+            path = Path("ingot-debug.log")
+            path.write_text(redact(traceback.format_exc()), encoding="utf-8")
+            print(f"the stack trace is in {path}", file=sys.stderr)
+        raise
+    if code == 130:  # how typer returns Ctrl-C
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

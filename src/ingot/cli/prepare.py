@@ -2,12 +2,15 @@
 
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ingot.cli.options import OptionCommand, options_from
+import typer
 
-if TYPE_CHECKING:
-    from ingot.cli.prepare_options import PrepareRequest
+from ingot.cli.commands import OptionCommand
+from ingot.cli.options import options_from
+from ingot.cli.prepare_options import PeerOptions, PrepareRequest, read_request
+from ingot.data.prepare.options import PrepareOptions
+from ingot.data.prepare.prepare import prepare as run
 
 # Options of the peers that take several values after one name.
 _LISTS = {"splits", "json_keys", "jsonl_keys", "input", "path", "input_folder"}
@@ -56,25 +59,37 @@ def translate(args: list[str]) -> list[str]:
     return out
 
 
-def _sections() -> Any:
-    from ingot.cli.prepare_options import PeerOptions
-    from ingot.data.prepare.options import PrepareOptions
+_options = options_from(
+    PrepareOptions,
+    PeerOptions,
+    underscores=True,
+    panels={
+        "Samples and shards": [
+            "concat_tokens", "bos_text", "eos_text", "no_wrap", "drop_last", "max_samples", "format", "compression",
+            "size_limit", "token_type",
+        ],
+        "Workers and limits": [
+            "num_workers", "memory", "share", "engine", "max_document_bytes", "max_expansion",
+        ],
+        "Spellings of other stacks": set(PeerOptions.model_fields) - {"dataset", "data_subset"},
+    },
+)  # fmt: skip
+app = typer.Typer(add_completion=False)
 
-    return PrepareOptions, PeerOptions
 
-
-@options_from(_sections, cls=PrepareCommand, underscores=True)
+@app.command(cls=PrepareCommand)
+@_options
 def prepare(**options: Any) -> None:
-    """Text to token shards, ready to train on. Run again after an interruption, it continues.
+    """Turn text into token shards, ready to train on.
 
-    Example: ingot prepare --path 'corpus/*.jsonl.zst' --out_root my-data --tokenizer EleutherAI/gpt-neox-20b
+    Interrupted, the same command continues where it stopped.
 
-    Example: ingot prepare --dataset allenai/c4 --data_subset en --out_root ./my-copy-c4 --splits train val
-    --concat_tokens 2048 --tokenizer EleutherAI/gpt-neox-20b --eos_text '<|endoftext|>' --num_workers 8
+    Examples:
+      ingot prepare --path 'corpus/*.jsonl.zst' --out_root my-data \\
+        --tokenizer EleutherAI/gpt-neox-20b
+      ingot prepare --dataset allenai/c4 --data_subset en --splits train val \\
+        --out_root my-c4 --tokenizer EleutherAI/gpt-neox-20b --num_workers 8
     """
-    from ingot.cli.prepare_options import read_request
-    from ingot.data.prepare.prepare import prepare as run
-
     request = read_request(options)
     tokenizer = request.tokenizer()
     for split in request.splits:
@@ -84,35 +99,35 @@ def prepare(**options: Any) -> None:
             where = made.folder if len(report.splits) == 1 else f"{made.folder} ({which})"
             if split.share:
                 share = "{}/{}".format(*split.share)
-                print(f"{where}: share {share} is done: {made.documents:,} documents, {made.bytes:,} bytes of text")
+                counts = f"{_count(made.documents, 'document')}, {_count(made.bytes, 'byte')} of text"
+                print(f"{where}: share {share} is done: {counts}")
             else:
                 _print_summary(where, made, report.seconds)
         if not split.share:
             print(f"train on it: {report.train_command}")
 
 
-@options_from(_sections, cls=PrepareCommand, underscores=True)
-def _read(**options: Any) -> Any:
-    from ingot.cli.prepare_options import read_request
-
-    return read_request(options)
-
-
-def read_arguments(arguments: list[str]) -> "PrepareRequest":
+def read_arguments(arguments: list[str]) -> PrepareRequest:
     """What a command line of `ingot prepare` asks for; nothing is run."""
-    command = _read.build_command()  # type: ignore[attr-defined]
-    return command.invoke(command.make_context("prepare", arguments))
+
+    def read(**options: Any) -> PrepareRequest:
+        return read_request(options)
+
+    reader = typer.Typer()
+    reader.command(cls=PrepareCommand)(_options(read))
+    request: PrepareRequest = typer.main.get_command(reader)(arguments, standalone_mode=False)
+    return request
 
 
 def _print_summary(where: str, split: Any, seconds: float) -> None:
-    each = seconds or 1e-9
-    rates = f"{split.documents / each:,.0f} docs/s, {split.bytes / each / 1e6:.1f} MB/s"
+    seconds = seconds or 1e-9
     about = "about " if split.is_estimate else ""
-    print(f"{where}: {about}{split.documents:,} documents, {about}{split.bytes:,} bytes of text, ", end="")
-    print(f"{split.tokens:,} tokens" + (f", {split.samples:,} samples" if split.samples else ""), end="")
-    print(f" in {split.shards:,} shard{'s' * (split.shards != 1)}; {seconds:.1f} s, {rates}")
+    counts = f"{about}{_count(split.documents, 'document')}, {about}{_count(split.bytes, 'byte')} of text"
+    tokens = _count(split.tokens, "token") + (f", {_count(split.samples, 'sample')}" if split.samples else "")
+    rates = f"{seconds:.1f} s, {split.documents / seconds:,.0f} docs/s, {split.bytes / seconds / 1e6:.1f} MB/s"
+    print(f"{where}: {counts}, {tokens} in {_count(split.shards, 'shard')}; {rates}")
     if split.skipped or split.empty:
-        print(f"skipped: {split.skipped:,} bad records, {split.empty:,} empty documents")
+        print(f"skipped: {_count(split.skipped, 'bad record')}, {_count(split.empty, 'empty document')}")
         for line in split.bad_records:
             print(f"  {line}")
     if any(split.histogram):
@@ -124,3 +139,7 @@ def _print_summary(where: str, split: Any, seconds: float) -> None:
                 print(f"  {low:>10,} to {high:>10,} {count:>12,} {'#' * (-(-count * 40 // largest))}")
     for size, document in split.longest[:3]:
         print(f"  longest: {size:,} in {document}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

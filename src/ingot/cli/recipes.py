@@ -3,45 +3,65 @@
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-recipes_app = typer.Typer(help="The recipes that ship with ingot.", invoke_without_command=True)
+from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.config.durations import Duration
+from ingot.config.load import load_config
+from ingot.config.recipes import find_recipe, recipe_names
+from ingot.config.run import RunConfig
+
+app = typer.Typer(add_completion=False, cls=OptionGroup, invoke_without_command=True)
 
 
-@recipes_app.callback()
+@app.callback()
 def default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         show_list()
 
 
-@recipes_app.command("list")
+@app.command("list", cls=OptionCommand)
 def show_list() -> None:
-    """All recipes, with size and token budget."""
-    from rich.console import Console
-    from rich.table import Table
+    """List all recipes with size and training budget.
 
-    from ingot.config.load import load_config
-    from ingot.config.recipes import recipe_names
-    from ingot.config.run import RunConfig
-
-    table = Table(
-        "recipe", "parameters", "layers", "width", "heads", "sequence", "batch", "peak lr", "duration", box=None
-    )
+    Examples:
+      ingot recipes
+      ingot recipes list
+    """
+    columns = ("recipe", "size", "layers", "width", "heads", "length", "batch", "peak lr", "duration")
+    table = Table(*columns, box=None, pad_edge=False)
     for name in recipe_names():
         config = load_config(RunConfig, [name])
         model = config.model
         table.add_row(
-            name, f"{model.parameters:,}", str(model.n_layers), str(model.d_model), str(model.n_heads),
+            name, _short(model.parameters), str(model.n_layers), str(model.d_model), str(model.n_heads),
             str(config.max_seq_len), str(config.global_train_batch_size), f"{config.optimizer.lr:g}",
-            str(config.max_duration),
+            _budget(config.max_duration),
         )  # fmt: skip
-    console = Console()
-    console.width = max(console.width, 110)  # a narrow terminal wraps lines rather than losing digits
-    console.print(table)
+    Console().print(table)
+    print("\nsize in parameters, length in tokens, batch in sequences")
 
 
-@recipes_app.command("show")
+@app.command("show", cls=OptionCommand)
 def show(name: Annotated[str, typer.Argument(help="Recipe name.")]) -> None:
-    """Print a recipe, to read or to start a file of your own from."""
-    from ingot.config.recipes import find_recipe
+    """Print a recipe, as a start for your own config file.
 
+    Examples:
+      ingot recipes show mpt-125m
+      ingot recipes show pythia-1b > mine.yaml
+    """
     print(find_recipe(name).read_text(encoding="utf-8"), end="")
+
+
+def _budget(duration: Duration) -> str:
+    return f"{_short(duration.value)}tok" if duration.unit == "tok" else str(duration)
+
+
+def _short(number: float) -> str:
+    """Four digits at most, such as 125.3M."""
+    for suffix in ("", "K", "M", "B", "T"):
+        if number < 1000 or suffix == "T":
+            break
+        number /= 1000
+    return f"{number:.4g}{suffix}"

@@ -3,14 +3,19 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from ingot.data.document_sample import DocumentSample
+from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.data.document_sample import DocumentSample
+from ingot.data.tokenizer import load_tokenizer
+from ingot.data.tokenizer_report import describe, measure_fit
+from ingot.data.tokenizer_training import END_OF_DOCUMENT, check_vocabulary, train_tokenizer
+from ingot.errors import DataError
+from ingot.storage.byte_sizes import format_bytes, parse_bytes
 
-tokenizer_app = typer.Typer(help="Train, show and compare tokenizers.", no_args_is_help=True)
+app = typer.Typer(add_completion=False, cls=OptionGroup, no_args_is_help=True)
 
 Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders, globs or URLs of text.")]
 Texts = Annotated[list[str] | None, typer.Option("--text", help="Text to measure on; may be repeated.")]
@@ -24,7 +29,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-@tokenizer_app.command("train")
+@app.command("train", cls=OptionCommand)
 def train(
     paths: Paths,
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for tokenizer.json and tokenizer_config.json.")],
@@ -38,15 +43,10 @@ def train(
 ) -> None:
     """Train a byte-level BPE tokenizer on your text.
 
-    Example: ingot tokenizer train my-texts --vocab-size 8000 -o my-tokenizer
-
-    Example: ingot tokenizer train 'code/**/*.py' --splitter cl100k -o code-tokenizer
+    Examples:
+      ingot tokenizer train my-texts --vocab-size 8000 -o my-tokenizer
+      ingot tokenizer train 'code/**/*.py' --splitter cl100k -o my-tokenizer
     """
-    from ingot.data.document_sample import DocumentSample
-    from ingot.data.tokenizer_training import END_OF_DOCUMENT, check_vocabulary, train_tokenizer
-    from ingot.errors import DataError
-    from ingot.storage.byte_sizes import format_bytes
-
     names = special or [END_OF_DOCUMENT]
     check_vocabulary(vocab_size, splitter, names)
     if (out / "tokenizer.json").exists():
@@ -61,16 +61,14 @@ def train(
     print(f"use it: ingot prepare --path ... --tokenizer {out}, and model.vocab_size={tokenizer.vocab_size} or more")
 
 
-@tokenizer_app.command("show")
+@app.command("show", cls=OptionCommand)
 def show(name: Name, text: Texts = None, sample: str = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
     """Show what a tokenizer is, and how it encodes a text of yours.
 
-    Example: ingot tokenizer show my-tokenizer
-
-    Example: ingot tokenizer show EleutherAI/gpt-neox-20b --text my-texts
+    Examples:
+      ingot tokenizer show my-tokenizer
+      ingot tokenizer show EleutherAI/gpt-neox-20b --text my-texts
     """
-    from ingot.data.tokenizer import load_tokenizer
-    from ingot.data.tokenizer_report import describe, measure_fit
 
     tokenizer = load_tokenizer(name)
     found = describe(tokenizer)
@@ -94,18 +92,14 @@ def show(name: Name, text: Texts = None, sample: str = "10MB", key: Key = "text"
         print(f"{label.replace('_', ' '):16} {shown}")
 
 
-@tokenizer_app.command("compare")
+@app.command("compare", cls=OptionCommand)
 def compare(names: Names, text: Texts = None, sample: str = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
     """Compare tokenizers by the number of tokens they need for your text.
 
-    Example: ingot tokenizer compare my-tokenizer EleutherAI/gpt-neox-20b --text my-texts
-
-    Example: ingot tokenizer compare a/tokenizer.json b/tokenizer.json --text 'val/*.txt' --json
+    Examples:
+      ingot tokenizer compare my-tokenizer gpt2 --text my-texts
+      ingot tokenizer compare a/tokenizer.json b --text 'val/*.txt' --json
     """
-    from ingot.data.tokenizer import load_tokenizer
-    from ingot.data.tokenizer_report import measure_fit
-    from ingot.errors import DataError
-    from ingot.storage.byte_sizes import format_bytes
 
     if not text:
         raise DataError("compare: give the text to compare on, as --text my-texts")
@@ -131,15 +125,12 @@ def compare(names: Names, text: Texts = None, sample: str = "10MB", key: Key = "
         print(f"{row}  {trip:10}  {name}")
 
 
-def _texts(paths: list[str], sample: str, key: str) -> "DocumentSample":
-    from ingot.data.document_sample import DocumentSample
+def _texts(paths: list[str], sample: str, key: str) -> DocumentSample:
 
     return DocumentSample.of(paths, _bytes(sample), key, _say)
 
 
 def _bytes(text: str) -> int:
-    from ingot.errors import DataError
-    from ingot.storage.byte_sizes import parse_bytes
 
     try:
         return parse_bytes(text)
@@ -151,6 +142,6 @@ def _round_trip(changed: int, documents: int, example: str) -> str:
     return "exact" if not changed else f"{changed:,} of {documents:,} documents change: {example}"
 
 
-def _report_bad(texts: "DocumentSample") -> None:
+def _report_bad(texts: DocumentSample) -> None:
     if texts.bad:
         _say(f"skipped {len(texts.bad):,} bad record{'s' * (len(texts.bad) != 1)}, such as {texts.bad[0]}")

@@ -24,7 +24,7 @@ MAX_STRIKES = 2  # a node is excluded after this many failures of its own
 SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
-def place_training(
+def training_spec(
     arguments: list[str], options: dict[str, Any], dialect: str | None = None
 ) -> tuple[LaunchSpec, list[str]]:
     """The spec of a training run, and notes on what was decided."""
@@ -47,7 +47,7 @@ def place_training(
     return spec, notes
 
 
-def place_preparation(
+def preparation_spec(
     arguments: list[str], folder: Path, label: str, options: dict[str, Any]
 ) -> tuple[LaunchSpec, list[str]]:
     """The spec of a preparation whose output goes to `folder`, and notes on what was decided."""

@@ -2,14 +2,15 @@
 
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
+from ingot.config.base import Section
 from ingot.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ingot.launch.spec import LaunchSpec
+from ingot.launch.build_spec import training_spec
+from ingot.launch.spec import LaunchSpec
 
 # Which fields each command takes. Those of no command are decided by the launcher or come from the defaults file.
 _EVERYWHERE = {"profile", "name", "env", "secrets"}
@@ -19,35 +20,39 @@ KUBERNETES = {*LOCAL, *_ON_CLUSTERS, "namespace", "queue", "secret_name", "resta
 SLURM_PREPARE = {*_ON_CLUSTERS, "stage", "time", "partition", "account", "qos", "constraint", "reservation"}
 SLURM = {*LOCAL, *SLURM_PREPARE, "chain", "spares"}
 
+PANELS = {
+    "Nodes and processes": ["nodes", "spares", "gpus_per_node", "processes_per_node", "cpus_per_task", "exclude",
+                            "preflight"],
+    "Container and environment": ["image", "stage", "mounts", "env", "secrets", "secret_name"],
+    "Queue": ["time", "partition", "account", "qos", "constraint", "reservation", "chain", "signal_seconds",
+              "namespace", "queue", "restarts"],
+    "Spellings of other stacks": ["config", "updates", "dialect"],
+}  # fmt: skip
+
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="Recipe, config files, overrides.")
 ]
-Config = Annotated[str | None, typer.Option("--config", "-c", help="The recipe, as in the Azure guide's launch.sb.")]
-Updates = Annotated[str | None, typer.Option("--updates", "-y", help="Overrides in one string, as in that guide.")]
-Dialect = Annotated[str | None, typer.Option(help="Format of the config files: foundry, neox or megatron.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted or run; change nothing.")]
 
 
-def load_spec() -> "type[LaunchSpec]":
-    from ingot.launch.spec import LaunchSpec
+class RunOptions(Section):
+    """Ways to say what to train other than `RECIPE_OR_FILES [KEY=VALUE]...`."""
 
-    return LaunchSpec
+    config: str | None = Field(None, json_schema_extra={"flags": ["--config", "-c"]})
+    """The recipe, as in the launch.sb of Azure's guide."""
+    updates: str | None = Field(None, json_schema_extra={"flags": ["--updates", "-y"]})
+    """Overrides in one string, as in that guide."""
+    dialect: str | None = None
+    """Format of the config files: foundry, neox or megatron."""
 
 
-def training_spec(
-    arguments: list[str] | None,
-    config: str | None,
-    updates: str | None,
-    dialect: str | None,
-    options: dict[str, Any],
-) -> "LaunchSpec":
-    """The spec of a training run, whose arguments may come in three ways; prints what was decided."""
-    from ingot.launch.build_spec import place_training
-
-    found = [*([config] if config else []), *(arguments or []), *shlex.split(updates or "")]
+def make_training_spec(arguments: list[str] | None, options: dict[str, Any]) -> LaunchSpec:
+    """The spec of a training run; prints what was decided."""
+    given = {name: options.pop(name, None) for name in RunOptions.model_fields}
+    found = [*([given["config"]] if given["config"] else []), *(arguments or []), *shlex.split(given["updates"] or "")]
     if not found:
         raise ConfigError("nothing to launch: name a recipe, for example `ingot launch slurm mpt-125m -N 2`")
-    spec, notes = place_training(found, options, dialect)
+    spec, notes = training_spec(found, options, given["dialect"])
     print_notes(notes)
     return spec
 

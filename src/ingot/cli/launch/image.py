@@ -5,11 +5,16 @@ from typing import Annotated
 
 import typer
 
-image_app = typer.Typer(help="Container images: build, import as a squash file, stage on a node.", no_args_is_help=True)
+from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.launch import image as images
+
+app = typer.Typer(
+    add_completion=False, cls=OptionGroup, help="Build, convert and copy container images.", no_args_is_help=True
+)
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing one.")]
 
 
-@image_app.command("build")
+@app.command("build", cls=OptionCommand)
 def build(
     tag: Annotated[str, typer.Argument(help="Name and version, such as registry.example/ingot:0.1.0.")],
     base_digest: Annotated[str, typer.Option(help="sha256:... of the base image.")],
@@ -20,38 +25,43 @@ def build(
 ) -> None:
     """Build the image with docker, from containers/Dockerfile.
 
-    Example: ingot launch image build registry.example/ingot:0.1.0 --base-digest sha256:... --fabric infiniband
+    Examples:
+      ingot launch image build registry.example/ingot:0.1.0 \\
+        --base-digest sha256:0123abc
+      ingot launch image build registry.example/ingot:0.1.0 \\
+        --base-digest sha256:0123abc --fabric infiniband
     """
-    from ingot.launch.image import build_image
-
-    print(f"built {tag}: {build_image(tag, base_digest, fabric, build_arg or [], context, force)}")
+    print(f"built {tag}: {images.build_image(tag, base_digest, fabric, build_arg or [], context, force)}")
 
 
-@image_app.command("import")
+@app.command("import", cls=OptionCommand)
 def import_image(
     image: Annotated[str, typer.Argument(help="dockerd://NAME:VERSION, or docker://REGISTRY#NAME:VERSION.")],
     output: Annotated[Path, typer.Argument(help="Squash file to write.")],
     force: Force = False,
 ) -> None:
-    """Convert an image to a squash file with enroot, for Slurm with pyxis.
+    """Convert an image to a squash file for Slurm with pyxis.
 
-    Example: ingot launch image import dockerd://registry.example/ingot:0.1.0 /apps/ingot-0.1.0.sqsh
+    Examples:
+      ingot launch image import dockerd://ingot:0.1.0 /apps/ingot.sqsh
+      ingot launch image import docker://registry.example#ingot:0.1.0 in.sqsh
     """
-    from ingot.launch.image import import_image as run
-
-    print(f"wrote {output}, sha256 {run(image, output, force)}")
+    print(f"wrote {output}, sha256 {images.import_image(image, output, force)}")
 
 
-@image_app.command("stage")
+@app.command("stage", cls=OptionCommand)
 def stage(
     image: Annotated[Path, typer.Argument(help="Squash file, with its .sha256 next to it.")],
     folder: Annotated[Path, typer.Argument(help="Folder on the node's own disk.")],
     keep: Annotated[int, typer.Option(help="How many images to keep in the folder.", min=1)] = 2,
 ) -> None:
-    """Copy a squash file to a node's own disk once, verify it, and print the path of the copy.
+    """Copy a squash file to a node's own disk, once, verified.
 
-    Example: srun -N 16 --ntasks-per-node=1 ingot launch image stage /apps/ingot-0.1.0.sqsh /mnt/nvme/images
+    Prints the path of the copy. Run it on each node with `srun
+    --ntasks-per-node=1`.
+
+    Examples:
+      ingot launch image stage /apps/ingot.sqsh /mnt/nvme/images
+      ingot launch image stage /apps/ingot.sqsh /mnt/nvme/images --keep 1
     """
-    from ingot.launch.image import stage_image
-
-    print(stage_image(image, folder, keep))
+    print(images.stage_image(image, folder, keep))

@@ -2,42 +2,40 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from ingot.cli.launch.common import LOCAL, Arguments, Config, Dialect, DryRun, Updates, load_spec, training_spec
+from ingot.cli.commands import OptionCommand
+from ingot.cli.launch.common import LOCAL, PANELS, Arguments, DryRun, RunOptions, make_training_spec
 from ingot.cli.options import options_from
+from ingot.launch.protocol import LaunchFolder
+from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor.local import run_processes
+from ingot.launch.supervisor.local_ranks import Node
+from ingot.launch.supervisor.node_agent import NodeAgent
 
-if TYPE_CHECKING:
-    from ingot.launch.spec import LaunchSpec
+app = typer.Typer(add_completion=False)
 
 
-@options_from(load_spec, fields=LOCAL)
-def local(
-    arguments: Arguments = None,
-    config: Config = None,
-    updates: Updates = None,
-    dialect: Dialect = None,
-    dry_run: DryRun = False,
-    **options: Any,
-) -> None:
-    """Run on this machine what each node of a cluster would run: same spec, same profile, same restarts.
+@app.command("local", cls=OptionCommand)
+@options_from(RunOptions, LaunchSpec, fields={*RunOptions.model_fields, *LOCAL}, panels=PANELS)
+def local(arguments: Arguments = None, dry_run: DryRun = False, **options: Any) -> None:
+    """Run on this machine as one node of a cluster would.
 
-    Example: ingot launch local mpt-125m data=./my-copy-c4 --profile cpu --processes-per-node 2
+    The spec, the profile and the restarts are the same.
+
+    Examples:
+      ingot launch local mpt-125m data=./my-data
+      ingot launch local mpt-125m data=./my-data --profile cpu \\
+        --processes-per-node 2
     """
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    options = {"nodes": 1, "gpus_per_node": gpus, **options}
-    run_here(training_spec(arguments, config, updates, dialect, options), dry_run)
+    run_here(make_training_spec(arguments, {"nodes": 1, "gpus_per_node": gpus, **options}), dry_run)
 
 
-def run_here(spec: "LaunchSpec", dry_run: bool) -> None:
+def run_here(spec: LaunchSpec, dry_run: bool) -> None:
     """Run a spec on this machine, or print it; ends the command."""
-    from ingot.launch.protocol import LaunchFolder
-    from ingot.launch.supervisor.local import run_processes
-    from ingot.launch.supervisor.local_ranks import Node
-    from ingot.launch.supervisor.node_agent import NodeAgent
-
     if dry_run:
         print(spec.model_dump_json(indent=1))
         return

@@ -6,10 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ingot.cli.launch.common import SLURM_PREPARE, DryRun, load_spec, print_notes
+from ingot.cli.commands import OptionCommand
+from ingot.cli.launch.common import PANELS, SLURM_PREPARE, DryRun, print_notes
 from ingot.cli.launch.slurm import submit
-from ingot.cli.options import OptionCommand, options_from
+from ingot.cli.options import options_from
 from ingot.cli.prepare import read_arguments
+from ingot.data.prepare.input_files import find_files
+from ingot.launch.build_spec import preparation_spec
+from ingot.launch.spec import LaunchSpec
+
+app = typer.Typer(add_completion=False)
 
 
 class ForwardingCommand(OptionCommand):
@@ -18,7 +24,8 @@ class ForwardingCommand(OptionCommand):
     ignore_unknown_options = True
 
 
-@options_from(load_spec, fields=SLURM_PREPARE, cls=ForwardingCommand)
+@app.command("slurm prepare", cls=ForwardingCommand)
+@options_from(LaunchSpec, fields=SLURM_PREPARE, panels=PANELS)
 def slurm_prepare(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="PREPARE_OPTIONS...", help="See `ingot prepare`.")
@@ -26,17 +33,18 @@ def slurm_prepare(
     dry_run: DryRun = False,
     **options: Any,
 ) -> None:
-    """Divide a preparation over NODES jobs of a Slurm array; one more job then assembles the result.
+    """Prepare data on many nodes of a Slurm cluster.
 
-    All other options are those of `ingot prepare`, and the result is the same, to the byte. After a killed job, the
-    same command continues where it stopped.
+    An array of NODES jobs shares the work, and one more job combines the
+    parts. All other options are those of `ingot prepare`, and the output is
+    byte-identical. After a killed job, the same command continues.
 
-    Example: ingot launch slurm prepare --path '/fsx/c4/*.json.gz' --out_root /fsx/c4-tokens
-    --tokenizer EleutherAI/gpt-neox-20b -N 16 -p cpu --time 4:00:00
+    Examples:
+      ingot launch slurm prepare --path '/fsx/c4/*.json.gz' -N 16 \\
+        --out_root /fsx/c4-tokens --tokenizer EleutherAI/gpt-neox-20b
+      ingot launch slurm prepare --path /fsx/books --out_root /fsx/tokens \\
+        --tokenizer /fsx/tokenizer -N 4 -p cpu --time 4:00:00
     """
-    from ingot.data.prepare.input_files import find_files
-    from ingot.launch.build_spec import place_preparation
-
     arguments = arguments or []
     request = read_arguments(arguments)
     first, dataset = request.splits[0], request.peer.dataset
@@ -45,7 +53,7 @@ def slurm_prepare(
         find_files(first.input, skipped.append)  # report missing files here, not in a job
     prefix, splits = first.output_prefix, "-".join(split.split for split in request.splits)
     label = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(prefix).name if prefix else splits)
-    spec, notes = place_preparation(arguments, first.folder, label, options)
+    spec, notes = preparation_spec(arguments, first.folder, label, options)
     if dataset:
         notes.append(f"each job reads all of {dataset} from the hub and tokenizes its share")
     print_notes([*notes, *skipped])

@@ -1,8 +1,11 @@
-"""How a rank tells its launcher why it ended: one small file, written once."""
+"""How a process says why it failed: one sentence on standard error, and one small file for its launcher."""
 
 import json
 import os
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +39,27 @@ class Failure:
         return self.kind != "transport" and any(
             text in self.message.lower() for text in (*LOST_PEER, OTHER_NODE_FAILED)
         )
+
+
+def exit_code_of(action: Callable[[], int], hint: str = "") -> int:
+    """Run something. A failure is recorded and printed as one sentence; `hint` follows an unforeseen one."""
+    try:
+        return action()
+    except IngotError as error:
+        return _fail(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command continues from the last checkpoint, if there is one", 130)
+    except Exception as error:
+        return _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT)
+
+
+def _fail(message: str, code: int) -> int:
+    # First the record: standard error may be on a full disk, and this process may be killed while it prints.
+    recorded = record_failure(message.removeprefix("error: "), code, sys.exc_info()[1])
+    print(redact(message), file=sys.stderr)
+    if recorded:  # standard error is this process's log; the launcher prints the sentence
+        print(redact(traceback.format_exc()), file=sys.stderr)
+    return code
 
 
 def kind_of(error: BaseException | None) -> str:

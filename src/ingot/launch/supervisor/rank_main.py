@@ -7,12 +7,15 @@ is not in `training`, since the console and the records of failures are above th
 import argparse
 import os
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ingot.config.secrets import redact
-from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, IngotError
-from ingot.launch.supervisor.failure import record_failure
+from ingot.config.run import RunConfig
+from ingot.errors import EXIT_CONTINUE
+from ingot.launch.supervisor.failure import exit_code_of
+from ingot.migrate import load_run_config
+from ingot.parallel.rank_env import find_rank_env
+from ingot.report.listeners import make_listeners
+from ingot.training.runtime.heartbeat import dump_stacks_on_request
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,20 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     end = arguments.index("--") if "--" in arguments else 1
     options = parser.parse_args(arguments[:end])
     rest = arguments[end + 1 :] if "--" in arguments else arguments[end:]
-    return exit_code_of(lambda: train_rank(rest, options.dialect, options.fresh))
+    return exit_code_of(lambda: train_rank(load_run_config(rest, options.dialect), options.fresh))
 
 
-def train_rank(arguments: Sequence[str], dialect: str | None, fresh: bool) -> int:
-    """Train with a recipe, config files and overrides, in this process alone. Return the exit code."""
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same
-        # before torch is loaded: a model that fills a GPU has no room for fragments
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    from ingot.migrate import load_run_config
-    from ingot.parallel.rank_env import find_rank_env
-    from ingot.report.listeners import make_listeners
-    from ingot.training.runtime.heartbeat import dump_stacks_on_request
-
-    config = load_run_config(arguments, dialect)
+def train_rank(config: RunConfig, fresh: bool) -> int:
+    """Train in this process alone. Return the exit code."""
+    use_expandable_segments()
     dump_stacks_on_request()
     from ingot.training.trainer import train  # torch loads after the config has been checked
 
@@ -51,26 +46,10 @@ def train_rank(arguments: Sequence[str], dialect: str | None, fresh: bool) -> in
     return EXIT_CONTINUE if result.stopped else 0
 
 
-def exit_code_of(action: Callable[[], int]) -> int:
-    """Run something. A failure is recorded and printed as one sentence."""
-    try:
-        return action()
-    except IngotError as error:
-        return fail(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        return fail("interrupted; the same command continues from the last checkpoint", 130)
-    except Exception as error:
-        return fail(f"internal error: {type(error).__name__}: {error}", EXIT_FAULT)
-
-
-def fail(message: str, code: int) -> int:
-    """Record and print why this process fails. Return its exit code."""
-    # First the record: standard error may be on a full disk, and this process may be killed while it prints.
-    recorded = record_failure(message.removeprefix("error: "), code, sys.exc_info()[1])
-    print(redact(message), file=sys.stderr)
-    if recorded:  # standard error is this process's log; the launcher prints the sentence
-        print(redact(traceback.format_exc()), file=sys.stderr)
-    return code
+def use_expandable_segments() -> None:
+    """Before torch is loaded: a model that fills a GPU has no room for fragments."""
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""`ingot stop`"""
+
+from typing import Annotated
+
+import typer
+
+from ingot.cli.commands import OptionCommand
+from ingot.cli.status import Run
+from ingot.launch.job_states import stop_run
+from ingot.launch.status import find_run
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=OptionCommand)
+def stop(run: Run, now: Annotated[bool, typer.Option("--now", help="End its jobs now, saved or not.")] = False) -> None:
+    """Ask a run to save and stop.
+
+    It stops after its current step. The same command, or
+    `ingot launch resume`, continues it.
+
+    Examples:
+      ingot stop runs/mpt-30b
+      ingot stop 12345 --now
+    """
+    print(stop_run(find_run(run), now))
