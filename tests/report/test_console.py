@@ -1,5 +1,6 @@
 """What ranks print and log."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,21 @@ def test_rank_0_prints_and_logs_notes_and_rows(logs: Path, capsys: pytest.Captur
     logged = ["a decision", evaluated, f"[batch=6/10] {figures}", f"[batch=10/10] {figures}"]
     assert lines(logs / "train.log") == logged
     assert capsys.readouterr().out.splitlines() == [line for line in logged if "6/10" not in line]
+
+
+@pytest.mark.parametrize(("columns", "all_figures"), [("80", False), ("160", True)])
+def test_the_live_line_shows_batch_bar_loss_speed_and_eta(
+    columns: str, all_figures: bool, logs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the output for a terminal
+    monkeypatch.setenv("COLUMNS", columns)
+    logs.mkdir(parents=True)
+    console = Console(str(logs.parent))
+    console.begin(0, 143000, None)
+    console.row(ROW | {"throughput/tokens_per_sec": 12_345_678.0, "time/remaining_estimate": 200.5}, 123456)
+    console.end()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    line = next(line for line in re.split(r"[\r\n]+", plain) if "123456" in line)
+    for part in ("batch 123456/143000", "━━", "loss 2.5000 | ", "12,345,678 tok/s", "ETA 8 days, 8:30:00"):
+        assert part in line, line
+    assert len(line.rstrip()) <= int(columns) and "…" not in line and ("MFU" in line) == all_figures

@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from ingot.config.secrets import redact
@@ -17,6 +18,7 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import LOGS
 
 PLAIN_SECONDS = 1.0  # minimum time between plain lines, except for evaluations and the last batch
+WIDE = 140  # columns of a screen whose bar shows all figures; on a narrower one, loss and speed
 
 
 class _Remaining(ProgressColumn):
@@ -50,8 +52,10 @@ class Console(RunListener):
         for line in self.early:
             self._log(line)
         if self.screen is not None and self.screen.is_terminal and batch < total:
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"), _Remaining()
-            self.bar = Progress(*columns, console=self.screen)
+            bar = BarColumn(bar_width=None)  # what the texts leave
+            eta = _Remaining(Column(no_wrap=True))
+            columns = TextColumn("{task.description}"), bar, TextColumn("{task.fields[figures]}"), eta
+            self.bar = Progress(*columns, console=self.screen, expand=True)
             self.task = self.bar.add_task(f"batch {batch}/{total}", total=total, completed=batch, figures="", eta="?")
             self.bar.start()
 
@@ -62,7 +66,8 @@ class Console(RunListener):
         evaluation = f" | {_evaluation(row)}" if "metrics/eval/LanguageCrossEntropy" in row else ""
         line = f"[batch={batch}/{self.total}] {figures} | ETA {eta}{evaluation}"
         if self.bar is not None:
-            self.bar.update(self.task, completed=batch, description=where, figures=figures, eta=eta)
+            shown = figures if self.screen.width >= WIDE else _main_figures(row)
+            self.bar.update(self.task, completed=batch, description=where, figures=shown, eta=eta)
             if evaluation:
                 self.screen.print(f"[batch={batch}/{self.total}] {_evaluation(row)}", markup=False)
         elif evaluation or batch == self.total or time.monotonic() - self.last_line >= PLAIN_SECONDS:
@@ -102,6 +107,12 @@ def _figures(row: Row) -> str:
         f"{row['throughput/tokens_per_sec']:,.0f} tok/s",
         f"MFU {row['throughput/device/mfu']:.1%} (causal {row['throughput/device/mfu_causal']:.1%})",
     ])  # fmt: skip
+
+
+def _main_figures(row: Row) -> str:
+    if "loss/train/total" not in row:
+        return ""
+    return f"loss {row['loss/train/total']:.4f} | {row['throughput/tokens_per_sec']:,.0f} tok/s"
 
 
 def _evaluation(row: Row) -> str:
