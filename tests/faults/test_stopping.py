@@ -66,7 +66,7 @@ def test_a_second_interrupt_stops_at_once(data: Path, tmp_path: Path) -> None:
     run.wait_for_batch(9)
     run.process.send_signal(signal.SIGINT)
     assert run.process.stderr is not None
-    assert "once more ends it now" in run.process.stderr.readline()
+    assert "press Ctrl-C again to end it now" in run.process.stderr.readline()
     run.process.send_signal(signal.SIGINT)
     assert "stopped at once" in run.end(code=130)
 

@@ -87,9 +87,9 @@ def test_a_copy_that_is_there_is_not_made_again(staged: LaunchSpec) -> None:
     digest = hashlib.sha256(Path(str(staged.image)).read_bytes()).hexdigest()
     copy = Path(str(staged.stage)) / f"{digest}.sqsh"
     copy.parent.mkdir()
-    copy.write_text("complete, by its name")
+    copy.write_bytes(bytes(100_000))  # complete, by its name and size
     execute(job_script(staged.model_copy(update={"verb": "prepare"})), staged)
-    assert copy.read_text() == "complete, by its name"
+    assert copy.read_bytes() == bytes(100_000)
 
 
 def test_a_node_that_cannot_be_given_the_image_is_excluded(staged: LaunchSpec) -> None:

@@ -5,7 +5,6 @@ cluster. Here those are checked first, and a file appears under its name only wh
 `NAME.sha256`, in the format of `sha256sum`.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -15,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_FAULT, ConfigError, DataError, DiskError, IngotError, disk_error
+from ingot.launch.slurm.script import script_body
 from ingot.storage.atomic import write_whole
 
 DOCKERFILE = Path("containers") / "Dockerfile"
 FABRICS = ("none", "efa", "infiniband")
 BUILD_BYTES, SQUASH_BYTES = 40 * 10**9, 25 * 10**9  # an image with torch and its libraries needs less
-BLOCK = 1 << 24
+WRONG_DIGEST = 3  # the exit code of stage_image.sh
 
 
 class ImageError(IngotError):
@@ -85,48 +85,17 @@ def import_image(image: str, output: Path, force: bool) -> str:
 
 
 def stage_image(image: Path, folder: Path, keep: int = 2) -> Path:
-    """Copy a squash file to a node's own disk, named by its hash; returns the path of the copy.
-
-    The `keep` most recently used files stay. A second process waits for the first and uses its copy. The file is hashed
-    while it is copied, so a complete file is a verified one.
-    """
+    """Copy a squash file to a node's own disk, as job scripts do; returns the path of the copy."""
     if not image.is_file():
         raise ConfigError(f"{image} does not exist; make it with `ingot launch image import`")
     digest = expected_sum(image)
-    target = folder / f"{digest}.sqsh"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in folder.glob(".*.draft"):  # of a killed process: nobody else holds the lock
-                leftover.unlink()
-            size = image.stat().st_size
-            if not target.is_file() or target.stat().st_size != size:
-                _check_space(folder, size)
-                _copy_checked(image, target, digest)
-            os.utime(target)
-            staged = sorted(folder.glob("*.sqsh"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-            for old in [path for path in staged if path != target][keep - 1 :]:
-                old.unlink()
-    except OSError as error:
-        raise disk_error(f"stage {image} in", folder, error) from None
-    return target
-
-
-def _copy_checked(image: Path, target: Path, expected: str) -> None:
-    draft = target.with_name(f".{target.stem}.draft")
-    sha = hashlib.sha256()
-    with image.open("rb") as source, draft.open("xb") as copy:
-        while block := source.read(BLOCK):
-            sha.update(block)
-            copy.write(block)
-        copy.flush()
-        os.fsync(copy.fileno())
-    if (found := sha.hexdigest()) != expected:
-        draft.unlink()
-        says = f"{_sum_file(image)} says {expected[:12]}..."
-        raise DataError(f"{image} has SHA-256 {found[:12]}..., but {says}; import it again")
-    os.replace(draft, target)
+    command = [script_body("stage_image.sh") + 'stage_image "$@"', "stage", str(image), str(folder), digest, str(keep)]
+    done = subprocess.run(["bash", "-c", *command], capture_output=True, text=True)
+    if done.returncode == WRONG_DIGEST:
+        raise DataError(f"the SHA-256 of {image} is not the one in {_sum_file(image)}; import it again")
+    if done.returncode:
+        raise DiskError(f"cannot copy {image} to {folder}: {' '.join(done.stderr.split())}")
+    return folder / f"{digest}.sqsh"
 
 
 def _sum_file(image: Path) -> Path:

@@ -1,6 +1,7 @@
-# shellcheck shell=bash disable=SC2034,SC2153  # variables for, and from, the parts around this one
+# shellcheck shell=bash disable=SC2034,SC2153 source-path=SCRIPTDIR
 # The beginning of every job script. The launcher writes the #SBATCH options and the variables in capitals above it;
 # files and exit codes are those of launch/protocol.py.
+source stage_image.sh
 set -euo pipefail
 umask 027
 
@@ -17,19 +18,6 @@ halt() { # REASON: no job of this launch tries again
   exit "$EXIT_GIVEN_UP"
 }
 
-# Copy the image to a node's own disk: once, checked by its SHA-256. The two images used last stay.
-# shellcheck disable=SC2317,SC2329  # called on the nodes
-stage_image() { # IMAGE FOLDER DIGEST
-  mkdir -p "$2" && exec 9>"$2/.lock" && flock 9 || return
-  if [[ ! -s $2/$3.sqsh ]]; then
-    rm -f "$2"/.*.draft
-    cp "$1" "$2/.$3.draft" && echo "$3  $2/.$3.draft" | sha256sum --check --quiet &&
-      sync "$2/.$3.draft" && mv "$2/.$3.draft" "$2/$3.sqsh" || return
-  fi
-  # shellcheck disable=SC2012  # the names are hashes
-  touch "$2/$3.sqsh" && ls -t "$2"/*.sqsh | tail -n +3 | xargs -r rm -f
-}
-
 # Stage the image on each node and let the run use the copy. Nodes where that fails are excluded.
 stage_on_all_nodes() {
   local digest
@@ -38,7 +26,7 @@ stage_on_all_nodes() {
   # shellcheck disable=SC2016  # expanded on the nodes
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --label --open-mode=append \
     --output="$OUTPUT_FOLDER/$SLURM_JOB_ID.stage.%n.out" bash -c "$(declare -f stage_image)"'
-      stage_image "$@" || { echo "cannot copy $1 to $2 and verify its SHA-256"; echo "$SLURMD_NODENAME" >>"$4"; }
+      stage_image "$1" "$2" "$3" || { echo "cannot copy $1 to $2 and verify its SHA-256"; echo "$SLURMD_NODENAME" >>"$4"; }
     ' stage "$IMAGE" "$STAGE" "$digest" "$excluded_file" || true
   if [[ -s $excluded_file ]]; then
     reason="cannot copy $IMAGE to $STAGE on $(sort -u "$excluded_file" | paste -sd ,)"

@@ -1,4 +1,4 @@
-"""Job scripts: #SBATCH options and variables, followed by the packaged files common.sh and job.sh or prepare_array.sh.
+"""Job scripts: #SBATCH options and variables, followed by the packaged job.sh or prepare_array.sh.
 
 User text stays in the spec file; a script holds only values that the spec has checked by pattern. A preparation is an
 array, each element of which does its share of the pieces, and a last job that waits for all of them, finishes what one
@@ -6,6 +6,7 @@ left undone, writes the shards and gives the dataset its name. The pieces, their
 `ingot prepare` are all the coordination that takes.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -35,10 +36,9 @@ def render_scripts(spec: LaunchSpec) -> dict[str, str]:
 
 
 def script_body(name: str) -> str:
-    """A packaged script, with the common part in place of the line that sources it."""
-    folder = resources.files("ingot.launch.slurm")
-    before, _, after = (folder / name).read_text(encoding="utf-8").partition("source common.sh")
-    return before + (folder / "common.sh").read_text(encoding="utf-8") + after.partition("\n")[2]
+    """A packaged script, with other scripts in place of the lines that source them."""
+    text = (resources.files("ingot.launch.slurm") / name).read_text(encoding="utf-8")
+    return re.sub(r"^source (\S+).*\n", lambda line: script_body(line[1]), text, flags=re.MULTILINE)
 
 
 def _assemble(spec: LaunchSpec, nodes: int, options: Sequence[str], body: str) -> str:
