@@ -23,7 +23,8 @@ slow = pytest.mark.slow
 def test_a_process_that_dies_is_named_and_the_run_goes_on_from_its_last_checkpoint(
     data: Path, whole: Path, tmp_path: Path, kind: str, rank: int, words: str
 ) -> None:
-    run = Run(data, tmp_path / "run", kind=kind, rank=rank, batch=11)
+    saved = tmp_path / "run" / "checkpoints" / "8" / "manifest.json"
+    run = Run(data, tmp_path / "run", kind=kind, rank=rank, batch=11, after=str(saved))
     said = run.run()
     assert words in said and "attempt 2 starts from batch 8" in said
     (failure,) = run.failures()

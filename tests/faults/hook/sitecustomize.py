@@ -1,7 +1,8 @@
 """Loaded by Python at start (through PYTHONPATH): does real harm to one rank of a run at one batch.
 
-INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}. It comes in through `ingot.training.testing.wrap_step`;
-what happens then is a real signal, a real hang, a real NaN.
+INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}, and "after" for a file to wait for, such as a checkpoint
+that is written in the background. It comes in through `ingot.training.testing.wrap_step`; what happens then is a real
+signal, a real hang, a real NaN.
 """
 
 import ctypes
@@ -14,6 +15,8 @@ FAULT = json.loads(os.environ.get("INGOT_TEST_FAULT", "null"))
 
 
 def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
+    while "after" in FAULT and not os.path.exists(FAULT["after"]):
+        time.sleep(0.01)
     if "once" in FAULT:
         open(FAULT["once"], "w").close()
     if kind == "kill":
