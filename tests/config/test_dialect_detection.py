@@ -37,7 +37,7 @@ def test_a_native_file_stays_native(tmp_path: Path) -> None:
 def test_a_file_of_no_known_vocabulary_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "compose.yaml"
     path.write_text("services:\n  web:\n    image: nginx\n")
-    assert error_of(path).startswith(f"{path}: none of its keys (services.web.image) is known")
+    assert error_of(path).startswith(f"{path}: none of its keys (not services.web.image) are known")
 
 
 def test_two_vocabularies_are_refused_in_two_files_and_in_one(tmp_path: Path) -> None:
@@ -66,10 +66,14 @@ def test_convert_prints_a_recipe_that_means_the_same_and_what_became_of_each_key
         assert "not needed: " in printed and " -> model.n_layers: " in printed
 
 
-def test_convert_shows_the_rest_of_a_run_that_is_refused(ingot: Ingot) -> None:
-    done = ingot("config", "convert", str(PYTHIA), str(PILE), "moe_num_experts=8", check=False)
+def test_a_refused_conversion_prints_no_recipe_and_reports_every_key(ingot: Ingot, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    done = ingot("config", "convert", str(PYTHIA), str(PILE), "moe_num_experts=8", "--report", str(report), check=False)
     assert done.returncode == 2 and "moe_num_experts = 8: mixtures of experts are not supported" in done.stderr
-    assert yaml.safe_load(done.stdout)["model"]["n_layers"] == 6 and "refused: mixtures of experts" in done.stdout
+    assert done.stdout == ""
+    text = report.read_text()
+    assert "| `moe_num_experts` | 8 | refused | mixtures of experts are not supported" in text
+    assert f"| `num_layers` | 6 | model.n_layers: 6, model.family: neox | {PYTHIA}:" in text
 
 
 def test_train_takes_megatrons_own_command_line(ingot: Ingot) -> None:

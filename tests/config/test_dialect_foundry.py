@@ -206,7 +206,7 @@ def test_initialisations_keep_their_scheme(init: str, expected: tuple[str, str])
         ("num_layers=3", "it is a key of GPT-NeoX and Megatron"),
         (
             "model.name=hf_causal_lm",
-            "model.name = hf_causal_lm: not supported; possible here: mpt_causal_lm, mosaic_gpt",
+            "starts from published weights; set it to false",
         ),
         ("model.ffn_config.ffn_type=mb_dmoe", "not supported; possible here: mptmlp, mptglu"),
         ("model.ffn_config.moe_num_experts=8", "mixtures of experts are not supported"),

@@ -149,7 +149,7 @@ def test_defaults_that_scripts_leave_unsaid_are_megatrons() -> None:
         False,
         "gelu",
         1024,
-        32000,
+        50304,  # only NullTokenizer reads vocab_size
     )
     assert config.data.eval is None and [s.weight for s in config.data.train.mix.values()] == [None, None]
 
@@ -267,7 +267,8 @@ def test_a_test_case_of_megatrons_own_is_read(tmp_path: Path) -> None:
         f"ENV_VARS:\n  NCCL_ALGO: Ring\nMODEL_ARGS:\n{arguments}\n  --train-data-path: ${{D}}/A\nTEST_TYPE: x\n"
     )
     assert load_run_config([str(case), "train-data-path=data/A"]).model.n_layers == 24
-    assert "model_config.yaml:13: train_data_path: Interpolation key 'D' not found" in error_of(str(case))
+    assert load_run_config([str(case), "D=data"]).sources.train.path == "data/A"
+    assert "model_config.yaml:13: train_data_path = ${D}/A: the file does not set D; give D=..." in error_of(str(case))
     case.write_text(case.read_text().replace("--hidden-size", "--hidden-sise"))
     assert "model_config.yaml:5: unknown key hidden_sise" in error_of(str(case), "train-data-path=data/A")
 
@@ -323,7 +324,7 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
             "the token that ends",
         ),
         ("--fp8-format hybrid", "use bf16"),
-        ("--loss-scale 1024", "a fixed loss scale"),
+        ("--fp16 --loss-scale 1024", "a fixed loss scale"),
         ("--loss-scale-window 500", "only the default window"),
         ("--optimizer sgd", "optimizer = sgd: not supported; possible here: adam"),
         ("--lr-decay-style WSD", "lr_wsd_decay_iters = (default): is missing"),
@@ -339,8 +340,8 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
         ("--start-weight-decay 0.1", "one learning rate and weight decay"),
         ("--hidden-sise 3", "unknown key hidden_sise of Megatron; did you mean hidden_size?"),
         ("--pipe-parallel-size 2", "it is a key of GPT-NeoX"),
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere/model", "set vocab_size"),
-        ("--position-embedding-type mrope", "possible here: learned_absolute, rope, none"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere/model", "set padded_vocab_size"),
+        ("--position-embedding-type mrope", "possible here: learned_absolute, rope, none, alibi"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(arguments: str, words: str) -> None:

@@ -72,7 +72,7 @@ def test_every_computed_key_is_read_by_the_translation(name: str, monkeypatch: p
         "foundry": [["load_path=x"], ["scheduler.name=inv_sqrt_with_warmup"]],
         "neox": [["load=x"]],
         "megatron": [
-            ["load=x"],
+            ["load=x", "deepspeed=true"],
             ["micro-batch-size=null"],
             ["train-iters=null", "train-samples=99", "lr-decay-style=WSD"],
         ],
@@ -83,6 +83,7 @@ def test_every_computed_key_is_read_by_the_translation(name: str, monkeypatch: p
     by_prefix = {
         "compile_config",
         "algorithms.low_precision_layernorm",
+        "model.config_overrides.activation_function",
         "train_loader.dataset.streams",
         "eval_loader.dataset.streams",
     }

@@ -1,6 +1,8 @@
 """`ingot config`"""
 
 import json
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,19 +49,33 @@ def convert(
     dialect: Annotated[
         str | None, typer.Option(help="foundry, neox or megatron. Default: detected from the keys.")
     ] = None,
+    peer_version: Annotated[
+        str | None,
+        typer.Option("--peer-version", help="Release that the files are for, such as core_v0.15. Default: the latest."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--conf_dir", "-d", help="Folder of the files, as NeoX's -d.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write what became of each key to this file, as a Markdown table.")
+    ] = None,
 ) -> None:
     """Convert another stack's config to a native one.
 
-    Ends with what became of each of its keys.
+    Ends with what became of each of its keys. A config that cannot be
+    translated exactly is refused, and no recipe is printed.
 
     Examples:
       ingot config convert mpt-125m.yaml max_duration=100ba > mine.yaml
-      ingot config convert 1-4B.yml local_setup.yml --dialect neox > 1-4B.yaml
+      ingot config convert -d configs 1-4B local_setup train_batch_size=1024
     """
-    translation = translate(arguments, dialect)
-    values = {key: translation.values[key] for key in RunConfig.model_fields if key in translation.values}
-    print(yaml.safe_dump(values, sort_keys=False), end="")
-    print(f"\n# What became of each key of {translation.dialect.title}:")
-    print("\n".join(translation.comments()))
+    options = {"peer_version": peer_version, "conf_dir": folder}
+    translation = translate([*arguments, *(f"{key}={value}" for key, value in options.items() if value)], dialect)
+    if report is not None:
+        report.write_text(translation.report(), encoding="utf-8")
+    for warning in translation.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     translation.check()
     validate(RunConfig, translation.values, Origins(translation.origins))
+    values = {key: translation.values[key] for key in RunConfig.model_fields if key in translation.values}
+    print(yaml.safe_dump(values, sort_keys=False), end="")
+    print(f"\n# What became of each key of {translation.dialect.title} (defaults: those of {translation.release}):")
+    print("\n".join(translation.comments()))

@@ -56,6 +56,8 @@ def train(
     The same command again continues from the newest checkpoint. Under
     torchrun or srun it joins the processes that it finds; otherwise it
     starts one per GPU, or --nproc. `ingot config schema` lists all keys.
+    For another stack's files, peer_version=RELEASE chooses whose defaults
+    are filled in, and conf_dir=FOLDER is where they are (NeoX's -d).
 
     Examples:
       ingot train mpt-125m data=./my-data max_duration=4800ba

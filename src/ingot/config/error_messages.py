@@ -19,12 +19,21 @@ EXPECTED = {
 }  # fmt: skip
 
 
+MOST_PROBLEMS = 20  # shown at once
+
+
 class Origins(dict[str, str]):
     """Which file and line, or which override, last set each dotted key."""
 
     def of(self, key: str) -> str:
         """Where a key was set, or the nearest section around it; empty for a default."""
         return next((self[k] for k in (key, *ancestors(key)) if k in self), "")
+
+
+def first_problems(problems: Sequence[str]) -> str:
+    """A line for each of the first problems, and how many more there are."""
+    more = len(problems) - MOST_PROBLEMS
+    return "\n".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])])
 
 
 def error_messages(error: ValidationError, schema: type[BaseModel], origins: Origins) -> list[str]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from ingot.config.error_messages import Origins, error_messages
+from ingot.config.error_messages import Origins, error_messages, first_problems
 from ingot.config.files import ConfigFile, check_interpolation, check_key, read_config_file
 from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
@@ -57,7 +57,7 @@ def validate(schema: type[SchemaT], values: dict[str, Any], origins: Origins | N
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(error_messages(error, schema, origins or Origins())[:8])) from None
+        raise ConfigError(first_problems(error_messages(error, schema, origins or Origins()))) from None
 
 
 def to_yaml(config: BaseModel, header: str = "") -> str:

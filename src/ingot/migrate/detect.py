@@ -2,6 +2,9 @@
 recognized by their keys and translated. Overrides are in the vocabulary of the files.
 """
 
+import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +13,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ingot.config.base import known_keys
-from ingot.config.dotted_keys import flatten
-from ingot.config.error_messages import Origins
+from ingot.config.dotted_keys import all_keys, all_strings, ancestors, flatten
+from ingot.config.error_messages import Origins, first_problems
 from ingot.config.files import ConfigFile, check_interpolation, read_config_file
 from ingot.config.load import build_config, is_override, merge, read_override, resolve, validate
 from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.migrate.foundry import FOUNDRY
+from ingot.migrate.containers import unwrap
+from ingot.migrate.foundry import FOUNDRY, native_override
 from ingot.migrate.megatron import MEGATRON, read_words
 from ingot.migrate.neox import NEOX
 from ingot.migrate.script import read_script
@@ -27,6 +31,7 @@ from ingot.migrate.translation import Dialect, Translation
 DIALECTS = {dialect.name: dialect for dialect in (FOUNDRY, NEOX, MEGATRON)}
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 MICROBATCH = "device_train_microbatch_size"  # native in every vocabulary: out-of-memory errors name it
+ANYWHERE = (MICROBATCH, "peer_version", "conf_dir")  # may also come after Megatron's arguments
 
 
 def load_run_config(arguments: Sequence[str], dialect: str | None = None) -> RunConfig:
@@ -39,6 +44,8 @@ def load_run_config(arguments: Sequence[str], dialect: str | None = None) -> Run
         return build_config(RunConfig, command.files, command.overrides)
     translation = _translate(command, command.dialect)
     translation.check()
+    if os.environ.get("RANK", "0") == "0":
+        print("".join(f"warning: {warning}\n" for warning in translation.warnings), end="", file=sys.stderr)
     if command.files:
         translation.values.setdefault("name", plain_name_from(command.files[0].path.stem))
     return validate(RunConfig, translation.values, Origins(translation.origins))
@@ -60,19 +67,47 @@ class Command:
     overrides: list[str]
     words: list[str]
     dialect: Dialect | None
+    peer_version: str | None = None
 
 
 def _read_command(arguments: Sequence[str], dialect: str | None) -> Command:
     if dialect is not None and dialect not in DIALECTS:
         raise ConfigError(f"there is no dialect {dialect}; there are {', '.join(DIALECTS)}")
-    microbatch = [a for a in arguments if a.startswith(f"{MICROBATCH}=")]  # may come after Megatron's arguments
-    arguments = [a for a in arguments if a not in microbatch]
+    options = {key: value for key, _, value in (a.partition("=") for a in arguments) if key in ANYWHERE}
+    arguments = [a for a in arguments if a.partition("=")[0] not in ANYWHERE]
     start = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     words = list(arguments[start:])
     overrides = [a for a in arguments[:start] if is_override(a)]
-    files = [_read_file(find_recipe(a)) for a in arguments[:start] if a not in overrides]
-    name = dialect or ("megatron" if words else _detect(files))
-    return Command(files, overrides + microbatch, words, DIALECTS.get(name))
+    names, folder = [a for a in arguments[:start] if a not in overrides], options.get("conf_dir")
+    files = [_read_file(_in_folder(a, folder) if folder else find_recipe(a)) for a in names]
+    kind, version = DIALECTS.get(dialect or ("megatron" if words else _detect(files))), options.get("peer_version")
+    if kind is None:
+        overrides = native_overrides(overrides)
+        if version is not None:
+            raise ConfigError(f"--peer-version {version} applies to files of another stack, and these are native")
+    overrides += [f"{MICROBATCH}={options[MICROBATCH]}"] if MICROBATCH in options else []
+    return Command(files, overrides, words, kind, version)
+
+
+def native_overrides(overrides: list[str]) -> list[str]:
+    """Overrides of a native recipe, some of them maybe in LLM Foundry's keys, as in the guides' `-y`. `variables` come
+    first, since others refine them."""
+    native = frozenset(known_keys(RunConfig))
+    sections = {section for key in native for section in ancestors(key)}
+    found: list[str] = []
+    for override in sorted(
+        overrides, key=lambda text: not text.startswith(("variables.", "data_local", "data_remote"))
+    ):
+        key = override.partition("=")[0]
+        foreign = not key.startswith("data.") and key not in native and key not in sections and FOUNDRY.knows(key)
+        found += native_override(override) if foreign else [override]
+    return found
+
+
+def _in_folder(name: str, folder: str) -> Path:
+    """A file in the folder of `-d`, where NeoX's launcher lets the suffix be left out."""
+    path = Path(folder) / name
+    return path if path.suffix in (".yml", ".yaml", ".json", *SCRIPTS) else path.with_name(f"{path.name}.yml")
 
 
 def _read_file(path: Path) -> ConfigFile:
@@ -80,11 +115,7 @@ def _read_file(path: Path) -> ConfigFile:
         given, lines = read_words(read_script(path))
         check_interpolation(given, Origins(lines))
         return ConfigFile(path, OmegaConf.create(given), lines)
-    file = read_config_file(path)
-    if isinstance(arguments := file.content.pop("MODEL_ARGS", None), DictConfig):  # a test case of Megatron's own
-        lines = {key.removeprefix("MODEL_ARGS."): line for key, line in file.lines.items()}
-        file = ConfigFile(path, merge(file.content, arguments, str(path)), lines)
-    return file
+    return unwrap(read_config_file(path))
 
 
 def _detect(files: list[ConfigFile]) -> str:
@@ -99,12 +130,13 @@ def _detect(files: list[ConfigFile]) -> str:
             scores |= {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
         if file.path.suffix in SCRIPTS:
             scores = {"megatron": 1}
-        if keys and not any(scores.values()):
-            raise ConfigError(
-                f"{file.path}: none of its keys ({', '.join(keys[:4])}) is known; it does not describe a run of ingot, "
-                f"{', '.join(d.title for d in DIALECTS.values())}"
-            )
         best = max(scores.values())
+        if keys and (not best or (scores.get("native") == best and best < len(keys) / 2)):
+            unknown = [key for key in keys if key not in native][:4]
+            raise ConfigError(
+                f"{file.path}: {'few' if best else 'none'} of its keys (not {', '.join(unknown)}) are known; it "
+                f"does not describe a run of ingot, {', '.join(d.title for d in DIALECTS.values())}"
+            )
         possible[str(file.path)] = [name for name, score in scores.items() if score == best]
     common = [name for name in ("native", *DIALECTS) if all(name in names for names in possible.values())]
     if not common:
@@ -115,22 +147,51 @@ def _detect(files: list[ConfigFile]) -> str:
 
 def _translate(command: Command, dialect: Dialect) -> Translation:
     merged, origins = _merge_files(command, dialect)
-    microbatch = {}
+    text, microbatch, variables = OmegaConf.to_yaml(merged), {}, set[str]()
     for override in command.overrides:
         key, _, value = override.partition("=")
         if key == MICROBATCH:
             microbatch[key] = read_override(override, origins)[key]
             continue
-        key = key.lstrip("-").replace("-", "_") if dialect.name != "foundry" else key
-        if key in ("data_local", "data_remote") and f"${{{key}}}" not in OmegaConf.to_yaml(merged):
-            raise ConfigError(f"command line: no key of the files refers to ${{{key}}}; set train_loader.dataset.local")
-        merged = merge(merged, read_override(f"{key}={value}", origins), f"command line: {override}")
-    given = flatten(resolve(merged, origins))
+        name = key if dialect.name == "foundry" else key.lstrip("-").replace("-", "_")
+        if not dialect.knows(name) and f"${{{key}}}" in text:
+            name = key
+            variables.add(key)
+        elif key.startswith("variables.") or key in ("data_local", "data_remote"):
+            _check_variable(key, text)
+        merged = merge(merged, read_override(f"{name}={value}", origins), f"command line: {override}")
+    _check_open(merged, origins, dialect)
+    given = {key: value for key, value in flatten(resolve(merged, origins)).items() if key not in variables}
     others = tuple(other for other in DIALECTS.values() if other is not dialect)
-    translation = Translation(dialect, given, {key: origins.of(key) for key in given}, others).run()
+    lines = {key: origins.of(key) for key in given}
+    translation = Translation(dialect, given, lines, others, command.peer_version).run()
     for key, value in microbatch.items():
         translation.put(key, value)
     return translation
+
+
+def _check_variable(key: str, text: str) -> None:
+    """A variable that no key refers to changes nothing, which is not what its user wants."""
+    if f"${{{key}}}" not in text:
+        other = f"variables.{key}"
+        instead = other if f"${{{other}}}" in text else "train_loader.dataset.local and eval_loader.dataset.local"
+        raise ConfigError(f"command line: no key of the files refers to ${{{key}}}; set {instead}")
+
+
+def _check_open(merged: DictConfig, origins: Origins, dialect: Dialect) -> None:
+    """Refuse `${NAME}` that nothing sets, all at once; where the key has no effect, keep it as text."""
+    raw: Any = OmegaConf.to_container(merged, resolve=False)
+    known, problems = set(all_keys(raw)), list[str]()
+    for key, value in all_strings(raw):
+        names = [n for n in re.findall(r"\$\{([^}]*)\}", value) if n not in known and not n.startswith(".")]
+        if names and any(above in dialect.reasons for above in (key, *ancestors(key))):
+            OmegaConf.update(merged, key, value.replace("${", "$"))
+        elif names:
+            give = " ".join(f"{name}=..." for name in names)
+            why = f"the file does not set {' or '.join(names)}; give {give} or {key}=... after the file"
+            problems.append(f"{origins.of(key)}: {key} = {value}: {why}")
+    if problems:
+        raise ConfigError(first_problems(problems))
 
 
 def _merge_files(command: Command, dialect: Dialect) -> tuple[DictConfig, Origins]:

@@ -5,18 +5,29 @@ nested model sections, the streaming data set's keys, and the defaults that its 
 """
 
 import math
+import re
+import sys
 from typing import Any
 
+from ingot.errors import ConfigError
 from ingot.migrate.megatron_common import put_parallel
-from ingot.migrate.translation import Dialect, Translation
+from ingot.migrate.translation import Dialect, Translation, order_of
 
 INITS = ("model.init_config.name", "model.param_init_fn")
 STDS = ("model.init_config.init_std", "model.init_std")
 KV = "model.attn_config.kv_n_heads"
+HF_NAME, PRETRAINED, HF_OVERRIDES = (
+    f"model.{key}" for key in ("pretrained_model_name_or_path", "pretrained", "config_overrides")
+)
+HF_KEYS = (HF_NAME, PRETRAINED, HF_OVERRIDES)
+MPT_ROWS = 2048  # MPTConfig's max_seq_len
 
 
 def _translate(t: Translation) -> None:
-    _model(t)
+    if t.choice("model.name") == "hf":
+        _hf_model(t)
+    else:
+        _model(t)
     _training(t)
     _batch(t)
     _where(t)
@@ -37,12 +48,14 @@ def _model(t: Translation) -> None:
         # param_init_fn; model.device became init_device before the defaults changed.
         named = any(key in t.given for key in INITS)
         old = "model.device" in t.given or (not named and any(key in t.given for key in STDS))
+        if t.peer_version is not None:
+            old, named = order_of(t.peer_version) < order_of("v0.0.4"), False
         if old:
             norm, init = "layernorm", "baseline_"
         settled = given is not None or "algorithms.low_precision_layernorm" in t.given or "model.norm_type" in t.given
         if named and not old and not settled:
             t.refuse("model.low_precision_layernorm", "is missing, and releases of mosaic_gpt differ: set it to false "
-                     "for those before v0.0.4, to true for later ones")  # fmt: skip
+                     "for those before v0.0.4, to true for later ones, or choose with --peer-version")  # fmt: skip
     if given is not None:
         norm = "low_precision_layernorm" if given else "layernorm"
     norm = t.choice("model.norm_type", norm)
@@ -53,6 +66,14 @@ def _model(t: Translation) -> None:
     learned = "learned" if t.get("model.learned_pos_emb", True) else "none"
     t.put("model.positions", "alibi" if alibi else "rotary" if rope else learned, "model.learned_pos_emb",
           "model.attn_config.alibi", "model.alibi", "model.attn_config.rope")  # fmt: skip
+    if family == "mpt" and not alibi and not rope and learned == "learned" and t.get("model.max_seq_len") is None:
+        t.put("model.max_seq_len", MPT_ROWS, "model.max_seq_len")
+        if t.get("max_seq_len") != MPT_ROWS:
+            t.warnings.append(f"model.max_seq_len is not given, and LLM Foundry then has {MPT_ROWS} position rows, not "
+                              f"max_seq_len {t.get('max_seq_len')}; set model.max_seq_len to change that")  # fmt: skip
+    for key in HF_KEYS:
+        if t.get(key) is not None:
+            t.refuse(key, "applies to hf_causal_lm only; remove it")
     width, heads = t.size("model.d_model", 2048), t.size("model.n_heads", 16)
     if t.number("model.head_dim", width / heads) * heads != width:
         t.refuse("model.head_dim", f"MPT computes with d_model / n_heads, {width / heads:g}; remove it")
@@ -77,6 +98,42 @@ def _model(t: Translation) -> None:
         if t.get(eos) is None:
             t.refuse(apart, f"the token that ends a document is needed to separate documents; set {eos}")
     _init(t, init)
+
+
+def _hf_model(t: Translation) -> None:
+    """A fresh model in the shape of one on the Hugging Face hub, by its published config and `config_overrides`."""
+    name = str(t.get(HF_NAME, ""))
+    if t.get(PRETRAINED, True) is not False:
+        t.refuse(PRETRAINED, "starts from published weights; set it to false for a fresh model of that shape, or use "
+                 "`ingot import` and load_path")  # fmt: skip
+    t.skip("weights are initialized here", PRETRAINED)
+    kinds = t.dialect.table["hf_models"]
+    kind = next((kind for kind in kinds.values() if name in kind["names"]), None)
+    if kind is None:
+        t.refuse(
+            HF_NAME,
+            f"its shape cannot be built here; possible: {', '.join(n for k in kinds.values() for n in k['names'])}",
+        )
+        return
+    shape = kind["native"] | kind["names"][name]
+    for key in [key for key in t.given if key.startswith(f"{HF_OVERRIDES}.")]:
+        native = kind["overrides"].get(key.removeprefix(f"{HF_OVERRIDES}."))
+        if native is None:
+            t.refuse(key, f"not supported; possible are {', '.join(kind['overrides'])}")
+        elif native == "activation":
+            shape[native] = t.choice(HF_OVERRIDES + ".activation_function")
+        elif t.get(key) is not None:
+            shape[native] = t.get(key)
+        t.put(f"model.{native}", shape.get(native), key)
+    for key, value in shape.items():
+        t.put(f"model.{key}", value, HF_NAME)
+    tokenizer = str(t.get("tokenizer.name", name))
+    sizes = {name: kind["native"]["vocab_size"], **t.dialect.table["tokenizer_sizes"]}
+    if f"{HF_OVERRIDES}.vocab_size" not in t.given:
+        if tokenizer not in sizes:
+            t.refuse("tokenizer.name", "its size is not known here, and the embedding grows to it; set "
+                     f"{HF_OVERRIDES}.vocab_size to the rows of the embedding")  # fmt: skip
+        t.put("model.vocab_size", max(shape["vocab_size"], sizes.get(tokenizer, 0)), HF_NAME)
 
 
 def _init(t: Translation, default: str) -> None:
@@ -167,6 +224,12 @@ def _loader(t: Translation, native: str, loader: str) -> None:
     if length is not None and length != t.get("max_seq_len", length):
         t.refuse(f"{section}.max_seq_len", f"is not max_seq_len {t.get('max_seq_len')}; there is one sequence length")
     t.put(f"{native}.shuffle", t.get(f"{section}.shuffle", False), f"{section}.shuffle")
+    if t.choice(grouping := f"{section}.group_method") == "truncate":
+        if loader == "train_loader":
+            t.refuse(grouping, "trains on one document per sample, cut off; prepared data is packed, so use concat")
+        t.skip("prepared data is packed: see the warning", grouping)
+        t.warnings.append(f"{grouping}: truncate evaluates on one document per sample, cut off and padded; here "
+                          "samples are packed, so validation losses differ from LLM Foundry's")  # fmt: skip
     if (seed := t.get(f"{section}.shuffle_seed")) is not None:
         t.put(f"{native}.shuffle_seed", seed, f"{section}.shuffle_seed")
     names = dict.fromkeys(key.removeprefix(streams).split(".")[0] for key in t.given if key.startswith(streams))
@@ -198,3 +261,27 @@ def _time(value: Any) -> str:
 
 
 FOUNDRY = Dialect("foundry", "LLM Foundry", _translate)
+
+
+def native_override(override: str) -> list[str]:
+    """An override in LLM Foundry's keys as overrides of a native recipe: what the tables say without arithmetic."""
+    key, _, value = override.partition("=")
+    if where := re.fullmatch(r"(?:variables\.)?data_(local|remote)", key):
+        place = "path" if where[1] == "local" else "remote"
+        return [f"data.{part}.{place}={value}" for part in ("train", "eval")] + [
+            *("data.train.split=train", "data.eval.split=val", "data.eval.shuffle=false")
+        ]
+    if loader := re.fullmatch(
+        r"(train|eval)_loader\.dataset\.(local|remote|split|shuffle|shuffle_seed|cache_limit)", key
+    ):
+        return [f"data.{loader[1]}.{'path' if loader[2] == 'local' else loader[2]}={value}"]
+    if key in FOUNDRY.table["renamed"]:
+        return [f"{FOUNDRY.table['renamed'][key]}={value}"]
+    choice = FOUNDRY.table["choices"].get(key, {})
+    if "native" in choice and value in choice["names"]:
+        return [f"{choice['native']}={choice['names'][value]}"]
+    if key in FOUNDRY.reasons:
+        print(f"{key}: not needed here, because {FOUNDRY.reasons[key]}", file=sys.stderr)
+        return []
+    raise ConfigError(f"command line: {override}: a key of LLM Foundry, and the recipe is a native one, where this has "
+                      "no direct counterpart; see `ingot config schema` for its keys")  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ from ingot.migrate.translation import Translation
 
 VOCABULARIES = {"gpt2bpetokenizer": 50257, "hfgpt2tokenizer": 50257, "charleveltokenizer": 512}
 EODS = {"gpt2bpetokenizer": 50256, "hfgpt2tokenizer": 50256, "charleveltokenizer": 0}  # what ends a document
-FILES = {"20B_tokenizer.json": (50277, 0), "gpt2-vocab.json": (50257, 50256)}
+KNOWN: dict[str, tuple[int | None, int | None]] = {  # files and hub names: tokens, and the one that ends a document
+    "20B_tokenizer.json": (50277, 0), "gpt2-vocab.json": (50257, 50256), "gpt2": (50257, 50256),
+    "openai-community/gpt2": (50257, 50256), "EleutherAI/gpt-neox-20b": (50277, 0), "bigscience/tokenizer": (250680, 2),
+    "bigscience/bloom": (250680, 2), "meta-llama/Llama-2-7b-hf": (32000, 2),
+    "meta-llama/Meta-Llama-3-8B": (128256, 128001),
+}  # fmt: skip
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DataSets = list[tuple[float | None, str]]  # weight and path
 
 
@@ -79,21 +86,41 @@ def put_eval(t: Translation, interval: Any) -> None:
         t.put("eval_subset_num_batches", -(-iterations * batch // size), "eval_iters")
 
 
-def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: str, shards: int) -> int | None:
+@dataclass(frozen=True)
+class GivenSize:
+    """The size of the vocabulary as the run description says it. `certain`: this is what the peer itself reads."""
+
+    key: str
+    tokens: int | None
+    certain: bool
+    padded: tuple[str, ...] = ("padded_vocab_size",)
+    """Keys of the number of rows, padding included."""
+
+
+def put_vocabulary(t: Translation, files: tuple[str, ...], given: GivenSize, shards: int) -> int | None:
     """Rows of the embedding, padded as the peers do; they predict the padding too, so it is part of the vocabulary.
     Returns the token that ends a document, if it is known."""
     multiple = t.size("make_vocab_size_divisible_by", 128) * shards
-    path = next((Path(str(t.get(key))) for key in files if t.get(key) is not None), None)
-    kind, ids = str(t.get("tokenizer_type", default)).lower(), _ids_of(path) if path else {}
-    known = FILES.get(path.name if path else "", (None, None))
-    if (rows := t.size("padded_vocab_size")) is not None:
-        t.put("model.vocab_size", rows, "padded_vocab_size")
+    name = next((str(t.get(key)) for key in files if t.get(key) is not None), None)
+    path = Path(name) if name is not None else None
+    if name is not None and HUB_NAME.fullmatch(name) and not Path(name).exists():
+        path = _cached(name) or path
+    kind, ids = str(t.get("tokenizer_type", "GPT2BPETokenizer")).lower(), _ids_of(path) if path else {}
+    known = KNOWN.get(str(name)) or KNOWN.get(path.name if path else "", (None, None))
+    own = len(ids) or known[0] or VOCABULARIES.get(kind)
+    size = given.tokens if given.certain else own or given.tokens
+    if (rows := t.size(key := t.first_given(*given.padded))) is not None:
+        t.put("model.vocab_size", rows, key)
     else:
-        size = t.size(given) or len(ids) or known[0] or VOCABULARIES.get(kind)
         if size is None:
-            t.refuse("tokenizer_type", f"its vocabulary size is not known here; set {given}")
-        keys = ("make_vocab_size_divisible_by", given, "tokenizer_type")
+            t.refuse("tokenizer_type", "its vocabulary size is not known here; set padded_vocab_size to the rows of "
+                     "the embedding, or name a tokenizer.json on this machine")  # fmt: skip
+        if not given.certain and not own and given.tokens:
+            t.warnings.append(f"{given.key} is taken as the number of tokens of {name or kind}, which Megatron counts "
+                              "itself")  # fmt: skip
+        keys = ("make_vocab_size_divisible_by", *([given.key] if size == given.tokens else []), "tokenizer_type")
         t.put("model.vocab_size", -(-(size or 1) // multiple) * multiple, *keys)
+    t.skip("the tokenizer says how many tokens there are", given.key)
     t.put("model.vocab_multiple", 1, "make_vocab_size_divisible_by")
     if path is not None and path.name.endswith("tokenizer.json") and path.is_file():
         t.put("tokenizer", str(path), *files)
@@ -102,6 +129,19 @@ def put_vocabulary(t: Translation, files: tuple[str, ...], default: str, given: 
         return EODS.get(kind)
     eos = _json((path if path.is_dir() else path.parent) / "tokenizer_config.json").get("eos_token", "<|endoftext|>")
     return ids.get(str(eos.get("content") if isinstance(eos, dict) else eos), known[1])
+
+
+def _cached(name: str) -> Path | None:
+    """The tokenizer of a hub name in the cache of what was downloaded before; nothing is fetched."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return None
+    try:
+        found = try_to_load_from_cache(name, "tokenizer.json")
+    except ValueError:  # not a name that the hub could have
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def _ids_of(path: Path) -> dict[str, int]:

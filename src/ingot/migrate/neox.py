@@ -45,8 +45,10 @@ def _model(t: Translation) -> None:
     if layernorm:
         t.put("model.norm_bias", t.get("use_bias_in_norms", True), "use_bias_in_norms")
     t.put("model.tie_word_embeddings", not t.get("no_weight_tying", False), "no_weight_tying")
+    dropout = t.get("hidden_dropout")
+    dropout = t.by_release("hidden_dropout") if dropout is None else dropout
     for native in ("model.emb_pdrop", "model.resid_pdrop"):
-        t.put(native, t.get("hidden_dropout", 0.0), "hidden_dropout")
+        t.put(native, dropout, "hidden_dropout")
     gelu = "gelu_tanh" if t.get("bias_gelu_fusion", False) else "gelu"
     activation = gelu if t.choice("activation") == "gelu" else "swiglu"
     t.put("model.activation", activation, "activation", *["bias_gelu_fusion"] * (activation != "swiglu"))
@@ -60,7 +62,8 @@ def _model(t: Translation) -> None:
     if t.choice("output_layer_init_method") != "wang" and ("normal" in output) != (init == "normal"):
         t.refuse("output_layer_init_method", f"{output} does not go with init_method {init}; wang_init goes with both")
     files = ("vocab_file", "merge_file")
-    eod = common.put_vocabulary(t, files, "GPT2BPETokenizer", "padded_vocab_size", t.size("model_parallel_size", 1))
+    given = common.GivenSize("padded_vocab_size", None, False)
+    eod = common.put_vocabulary(t, files, given, t.size("model_parallel_size", 1))
     common.put_documents(t, {"eod_mask_loss": "mask_eos_loss"}, eod)
 
 
@@ -74,7 +77,10 @@ def _training(t: Translation) -> None:
     common.put_batch(
         t, "train_batch_size", micro, t.first_given("gradient_accumulation_steps", "gas"), world, tensor * pipeline
     )
-    common.put_checkpoints(t, "checkpoint_factor")
+    interval = t.first_given("checkpoint_factor", "save_interval")
+    common.put_checkpoints(t, interval)
+    if t.number("save_interval", t.number(interval)) != t.number(interval):
+        t.refuse("save_interval", "is the older name of checkpoint_factor and contradicts it; remove one of them")
     kinds = ("precision", "fp16.enabled", "bf16.enabled", "fp16.type")
     bf16 = t.get("bf16.enabled", False) or t.get("fp16.type") == "bfloat16"
     default = "bfloat16" if bf16 else "fp16" if t.get("fp16.enabled", False) else "fp32"
@@ -110,7 +116,8 @@ def _optimizer(t: Translation) -> None:
     t.put("optimizer.lr", lr, rate)
     betas = "optimizer.params.betas"
     t.put("optimizer.betas", t.get(betas, [0.9, 0.99 if name == "lion" else 0.999]), betas)
-    decay = t.number("weight_decay", 0.1)
+    decay = t.number("weight_decay")
+    decay = t.by_release("weight_decay") if decay is None else decay
     # their Lion decays by lr x weight_decay; ours by (lr / peak) x weight_decay
     t.put("optimizer.weight_decay", decay * lr if name == "lion" else decay, "weight_decay")
     iterations, epochs = t.size("train_iters"), t.size("train_epochs")
@@ -118,8 +125,13 @@ def _optimizer(t: Translation) -> None:
         t.refuse("train_iters", "say how long to train with train_iters, or else with train_epochs")
         return
     length = common.count(iterations) if iterations else common.count(epochs, "ep")
-    t.put("max_duration", length, "train_iters", "train_epochs")
+    if (stop := t.size("exit_interval")) is not None and (iterations is None or stop < iterations):
+        t.warnings.append(f"exit_interval: stops after {stop} iterations; raise max_duration to go on")
+        length = common.count(stop)
+    t.put("max_duration", length, "train_iters", "train_epochs", "exit_interval")
     total, unit = (iterations, "ba") if iterations else (1.0, "dur")
+    if epochs and t.get("exit_interval"):
+        t.refuse("exit_interval", "the schedule then has no end here; use train_iters")
     end = t.size("lr_decay_iters") or total * t.number("lr_decay_fraction", 1.0)
     warmup = t.number("warmup", 0.01) * end
     t.put("scheduler.t_warmup", common.count(warmup, unit), "warmup")

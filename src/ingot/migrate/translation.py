@@ -2,10 +2,12 @@
 
 A dialect is a table of keys (`tables/NAME.yaml`) and one function for what takes arithmetic. `Translation` makes sure
 that no key is lost: a key that neither accounts for is unknown, and unknown is an error. Defaults of the other stack
-that differ from ours are written out too, so that none of the math depends on our own defaults.
+that differ from ours are written out too, so that none of the math depends on our own defaults; where its releases
+differ, a warning names the value that was filled in.
 """
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +17,7 @@ from typing import Any
 import yaml
 
 from ingot.config.dotted_keys import ancestors
+from ingot.config.error_messages import first_problems
 from ingot.errors import ConfigError
 
 BECAME, NOT_NEEDED, REFUSED = "became", "not needed", "refused"
@@ -64,10 +67,16 @@ class Dialect:
     def knows(self, key: str) -> bool:
         return key in self.sections or any(k in self.keys for k in (key, *ancestors(key)))
 
+    def default_of(self, key: str, release: str) -> Any:
+        """A default that differs between releases."""
+        changed: dict[str, Any] = self.table["releases"]["changed"][key]
+        first = next(iter(changed))
+        return [value for since, value in changed.items() if since == first or order_of(since) <= order_of(release)][-1]
+
     def closest(self, key: str) -> str | None:
-        owners = [k for k in sorted(self.keys) if k.rpartition(".")[2] == key.rpartition(".")[2]]
-        near = difflib.get_close_matches(key, self.keys, n=1, cutoff=0.6)
-        return owners[0] if owners else near[0] if near else None
+        owners = [k for k in self.keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = difflib.get_close_matches(key, self.keys, n=1, cutoff=0.8)
+        return owners[0] if len(owners) == 1 else near[0] if near else None
 
 
 @dataclass
@@ -92,6 +101,10 @@ class Translation:
     """FILE:LINE of each."""
     elsewhere: tuple[Dialect, ...] = ()
     """The other dialects, to tell which stack an unknown key belongs to."""
+    peer_version: str | None = None
+    """The release whose defaults to fill in; None: the latest one that the table knows."""
+    warnings: list[str] = field(default_factory=list)
+    """What the user should check: values that depend on the other stack's release, for example."""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     """Where each native key came from."""
@@ -101,8 +114,8 @@ class Translation:
         """Account for every key."""
         d = self.dialect
         for key, value in self.given.items():
-            if value is None and d.knows(key):
-                self.skip("empty, so the default applies", key)
+            if value is None:
+                self.skip("empty, so the default applies" if d.knows(key) else "empty", key)
             elif not d.knows(key):
                 self.refuse(key, self._unknown(key))
             elif (reason := _above(d.reasons, key)) is not None:
@@ -112,7 +125,8 @@ class Translation:
                     self.refuse(key, rule[1])
                 self.skip("the same here", key)
         for key, native in d.table["renamed"].items():
-            if (value := self.get(key, d.table["defaults"].get(key))) is not None:
+            default = self.by_release(key) if key in d.table["releases"]["changed"] else d.table["defaults"].get(key)
+            if (value := self.get(key, default)) is not None:
                 self.put(native, value, key)
         for key, entry in d.table["choices"].items():
             if "native" in entry:
@@ -125,6 +139,22 @@ class Translation:
         assert self.dialect.knows(key), key
         value = self.given.get(key)
         return default if value is None else value
+
+    @property
+    def release(self) -> str:
+        """The release whose defaults are filled in."""
+        return self.peer_version or str(self.dialect.table["releases"]["latest"])
+
+    def by_release(self, key: str, what: str = "") -> Any:
+        """The default of a key in the chosen release; a warning says if the user has not chosen one and needs it."""
+        value = self.dialect.default_of(key, self.release)
+        if self.peer_version is None and (what or self.get(key) is None):
+            changed = self.dialect.table["releases"]["changed"][key]
+            values = ", ".join(f"{show(value)} from {since} on" for since, value in changed.items())
+            self.warnings.append(f"{what or f'{key} is not given, and its default'} depends on the release: {values}; "
+                                 f"assuming {self.release}, {show(value)}; choose with --peer-version"
+                                 + (f", or set {key}" if not what else ""))  # fmt: skip
+        return value
 
     def number(self, key: str, default: float | None = None) -> Any:
         """A value for arithmetic."""
@@ -198,7 +228,7 @@ class Translation:
 
     def check(self) -> None:
         if self.problems:
-            raise ConfigError("\n".join(self.problems[:8]))
+            raise ConfigError(first_problems(self.problems))
 
     def comments(self) -> list[str]:
         """What became of each key, as YAML comments at the end of the recipe."""
@@ -208,16 +238,41 @@ class Translation:
         marks = {BECAME: "->", NOT_NEEDED: "not needed:", REFUSED: "refused:"}
         return [f"# {key:{width}}  {marks[row.fate]} {row.text}" for key, row in zip(left, rows, strict=True)]
 
+    def report(self) -> str:
+        """What became of each key, as a Markdown document for a review."""
+        rows = ["| key | value | became | why |", "|---|---|---|---|"]
+        for row in sorted(self.rows.values(), key=lambda row: (REFUSED, BECAME, NOT_NEEDED).index(row.fate)):
+            source = row.origin if row.key in self.given else f"default of {self.dialect.title} {self.release}"
+            became, why = (row.text, source) if row.fate == BECAME else (row.fate, row.text)
+            cells = [str(cell).replace("|", "\\|") for cell in (f"`{row.key}`", show(row.value), became, why)]
+            rows.append(f"| {' | '.join(cells)} |")
+        head = [f"# Migration from {self.dialect.title}", f"Defaults filled in: those of {self.release}."]
+        lists = [f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines)
+                 for title, lines in (("Refused", self.problems), ("To check", self.warnings)) if lines]  # fmt: skip
+        return "\n\n".join([*head, *lists, "## Keys", "\n".join(rows)]) + "\n"
+
     def _row(self, key: str, fate: str, text: str) -> None:
         self.rows[key] = Row(key, self.given.get(key, "(default)"), self.lines.get(key, ""), fate, text)
 
     def _unknown(self, key: str) -> str:
-        title, close = self.dialect.title, self.dialect.closest(key)
+        close = self.dialect.closest(key)
         owners = [other.title for other in self.elsewhere if other.knows(key)]
-        hint = f"did you mean {close}?" if close else "that stack may not have it either."
+        hint = f"; did you mean {close}?" if close else (
+            f": not known to ingot; if it does not affect training, leave it out with {key}=null"
+        )  # fmt: skip
         if owners:
-            hint = f"it is a key of {' and '.join(owners)}, and a run is described in one vocabulary."
-        return f"unknown key {key} of {title}; {hint}"
+            hint = f"; it is a key of {' and '.join(owners)}, and a run is described in one vocabulary."
+        return f"unknown key {key} of {self.dialect.title}{hint}"
+
+
+def order_of(release: str) -> tuple[int, ...]:
+    """Releases in order: v1.0, v3.0, core_v0.1, core_v0.18, main."""
+    if release in ("main", "HEAD"):
+        return (2,)
+    if not re.fullmatch(r"(core_)?[vr]?\d+(\.\d+)+", release):
+        raise ConfigError(f"--peer-version {release} is not a release; write it as the tag, such as v2.0 or core_v0.15")
+    numbers = [int(number) for number in re.findall(r"\d+", release)]
+    return ("core" in release or numbers[0] == 0, *numbers)  # Megatron-LM's v1 to v3 are older than core_v0.1
 
 
 def show(value: Any) -> str:
