@@ -63,6 +63,14 @@ def test_wsd_is_stable_until_its_decay(shape: str, middle: float) -> None:
     assert at(100, **values) == pytest.approx(0.0)
 
 
+def test_a_decay_without_length_happens_at_its_end_and_not_before() -> None:
+    for name in ("linear_decay_with_warmup", "cosine_with_warmup", "exponential_decay_with_warmup"):
+        values = {"name": name, "t_warmup": "20ba", "t_max": "20ba", "alpha_f": 0.25}
+        assert [at(b, **values) for b in (10, 20, 99)] == pytest.approx([0.5, 0.25, 0.25])
+    without_decay = {"name": "wsd", "t_decay": "0ba", "alpha_f": 0.25}
+    assert [at(b, **without_decay) for b in (0, 99, 100)] == pytest.approx([1.0, 1.0, 0.25])
+
+
 def test_a_warmup_may_rise_from_above_zero() -> None:
     assert [at(b, t_warmup="10ba", warmup_start=0.2) for b in (0, 5, 10)] == pytest.approx([0.2, 0.6, 1.0])
 

@@ -47,9 +47,9 @@ def _after_warmup(config: SchedulerConfig, clock: BatchClock, batch: int, warmup
 
 
 def _progress(batch: float, start: float, end: float) -> float:
-    if end <= start:
-        return 1.0
-    return min(1.0, max(0.0, (batch - start) / (end - start)))
+    if batch >= end:
+        return 1.0  # also where nothing is between start and end
+    return max(0.0, (batch - start) / (end - start)) if start < end else 0.0
 
 
 def _cosine(progress: float) -> float:
