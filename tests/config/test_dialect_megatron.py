@@ -349,6 +349,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(arguments: str, words: str) 
     assert words in message and "Traceback" not in message
 
 
+def test_with_finetune_load_is_where_the_weights_come_from() -> None:
+    assert load_run_config([*SMALL, "--load", "other", "--finetune"]).load_path == "other"
+
+
 def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None:
     config = load("documents.sh")
     assert config.data is not None and config.data.eval is not None

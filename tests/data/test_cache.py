@@ -326,6 +326,13 @@ def test_an_unknown_compression_is_named(tmp_path: Path) -> None:
         all_tokens(open_dataset(SourceConfig(path=str(folder)), 16))
 
 
+def test_a_hash_of_an_unknown_type_is_named(tmp_path: Path, server: Server) -> None:
+    folder = write_mds(server.folder / "data", SHARDS)
+    edit_index(folder, lambda index: [s["raw_data"].update(hashes={"shake_128": "0"}) for s in index["shards"]])
+    with pytest.raises(DataError, match="hashes of the unknown type 'shake_128'; prepare the data again"):
+        all_tokens(stream(server, tmp_path / "cache"))
+
+
 def test_a_cache_of_other_data_is_refused(tmp_path: Path, server: Server) -> None:
     write_mds(server.folder / "data", SHARDS)
     write_mds(tmp_path / "cache", random_shards(seed=5))
