@@ -349,6 +349,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(arguments: str, words: str) 
     assert words in message and "Traceback" not in message
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "size"), [("GPT2BPETokenizer", 50257), ("HFGPT2Tokenizer", 50257), ("CharLevelTokenizer", 512)]
+)
+def test_a_known_tokenizer_has_its_published_size(tokenizer: str, size: int) -> None:
+    one = ["--make-vocab-size-divisible-by", "1", "--tensor-model-parallel-size", "1"]
+    assert load_run_config([*SMALL, *one, "--tokenizer-type", tokenizer]).model.vocab_size == size
+
+
 def test_with_finetune_load_is_where_the_weights_come_from() -> None:
     assert load_run_config([*SMALL, "--load", "other", "--finetune"]).load_path == "other"
 
