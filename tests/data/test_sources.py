@@ -242,6 +242,15 @@ def test_a_decompression_bomb_is_stopped(kind: str, tmp_path: Path, monkeypatch:
     assert len(texts(path, max_expansion=100_000)) == 200_000
 
 
+def test_the_members_of_a_zip_share_one_limit_of_expansion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_files, "_BOMB_FREE", 1 << 20)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(3):
+            archive.writestr(f"{number}.jsonl", b'{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n' * 10_000)
+    with pytest.raises(DataError, match=r"2\.jsonl.* looks like a decompression bomb"):
+        blocks(tmp_path / "x.zip", max_expansion=10)
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

@@ -15,11 +15,12 @@ from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.protocol import ATTEMPT_VARIABLE
-from ingot.launch.supervisor import node_agent
+from ingot.launch.supervisor import hang_diagnosis, node_agent
 from ingot.launch.supervisor.attempt import run_attempt
 from ingot.launch.supervisor.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.supervisor.local_ranks import Node
 from ingot.launch.supervisor.restart_policy import decide_restart
+from ingot.training.runtime.heartbeat import Beat
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
@@ -102,3 +103,29 @@ def test_a_failure_is_printed_even_if_it_cannot_be_recorded(tmp_path: Path) -> N
     env = os.environ | {FAILURE_VARIABLE: str(tmp_path / "absent" / "failure")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "no-such-recipe" in done.stderr
+
+
+def test_the_rank_that_the_others_wait_for_is_found_by_the_most_reliable_sign() -> None:
+    def stack(function: str, file: str = "torch/distributed.py") -> str:
+        return f'Current thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
+
+    def beat(world: int = 9, total: int = 20, batch: int = 4, at: float = 100.0) -> Beat:
+        return Beat(at, 3.0, 0.0, batch, world, total)
+
+    stacks, beats = {rank: stack("all_reduce") for rank in range(3)}, {rank: beat() for rank in range(3)}
+    cases = [
+        ({1: stack("read", "data.py")}, {2: beat(world=8)}, 1, "it is in data.py:7 (read) while the others wait"),
+        ({2: stack("barrier")}, {1: beat(world=8)}, 1, "it has joined 8 collectives and others 9"),
+        ({2: stack("barrier")}, {1: beat(total=19)}, 1, "it has joined 19 collectives and others 20"),
+        (
+            {2: stack("barrier")},
+            {1: beat(at=99.0)},
+            2,
+            "it waits in barrier and the others in all_reduce, as collective 9",
+        ),
+        ({}, {1: beat(at=99.0)}, 1, "all ranks wait"),
+        ({}, {1: beat(at=99.0), 2: beat(batch=3)}, 2, "all ranks wait"),
+    ]
+    for odd_stacks, odd_beats, rank, words in cases:
+        found, why = hang_diagnosis._find_culprit(stacks | odd_stacks, beats | odd_beats)
+        assert found == rank and words in why

@@ -1,5 +1,6 @@
 """A model that this machine cannot hold is refused with its numbers, before the system kills the process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.parallel.layout import Layout
+from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.training.host_memory import available_memory, check_host_memory
 
 GIB = 2**30
@@ -36,6 +38,15 @@ def test_the_bound_is_16_bytes_per_parameter_shared_by_the_processes_that_shard_
         with pytest.raises(ConfigError, match="choose a smaller recipe"):
             check_host_memory(config, layout, processes, int(share * state))
         check_host_memory(config, layout, processes, int(share * state) + 4 * GIB)
+
+
+def test_the_bound_has_the_activations_of_one_sequence_per_process() -> None:
+    config = load_config(RunConfig, ["mpt-1b", "activation_checkpointing=full", "device_train_microbatch_size=4"])
+    one = estimate_memory(config.model, Layout(), config.parallel, replace(StepShape.of(config), micro=1))
+    least = one.weights + one.gradients + one.optimizer + one.activations
+    check_host_memory(config, Layout(), 1, int(least) + 1)
+    with pytest.raises(ConfigError, match="choose a smaller recipe"):
+        check_host_memory(config, Layout(), 1, int(least) - 1)
 
 
 def fake_system(root: Path, files: dict[str, str]) -> Path:
