@@ -147,6 +147,22 @@ def test_a_composer_file_needs_its_config(tmp_path: Path) -> None:
         refused(tmp_path / "a.pt", tmp_path / "out", match)
 
 
+def test_a_tensor_that_the_config_calls_for_is_named(tmp_path: Path) -> None:
+    config = mpt_config((model := model_of(**MPT)).config)
+    config["attn_config"]["qk_ln"] = True
+    write_composer(tmp_path / "a.pt", model, inside=config)
+    refused(
+        tmp_path / "a.pt", tmp_path / "out", "no tensor for blocks.0.attn.q_norm.weight, which its config calls for"
+    )
+
+
+def test_a_hugging_face_folder_takes_no_other_config(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
+    with pytest.raises(CheckpointError, match="contains its config; remove --config"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "out", "gpt3-125m")
+
+
 def lose(path: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         target = folder / path
