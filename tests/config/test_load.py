@@ -197,11 +197,18 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, words: 
     assert words in error_of(write(tmp_path, text))
 
 
+def test_activation_checkpointing_none_and_full_are_false_and_true() -> None:
+    assert [load_run_config(["mpt-125m", f"activation_checkpointing={kind}"]).recompute for kind in ("none", "full")] == [
+        None, "full",
+    ]  # fmt: skip
+
+
 def test_missing_data_is_asked_for_when_it_is_needed() -> None:
     config = load_run_config(["mpt-125m"])
     with pytest.raises(ConfigError, match="data is missing; name a prepared folder with data=FOLDER"):
         _ = config.sources
     assert error_of("data.eval.path=x") == "data.train is missing; set it in the file or with data.train=..."
+    assert "data.train.path: is missing; name the folder of a prepared data set" in error_of("data.train.split=x")
 
 
 def test_an_unknown_recipe_names_the_closest() -> None:

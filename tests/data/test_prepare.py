@@ -21,6 +21,7 @@ from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
 from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.journal import SplitReport
+from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.pool import Pool, WorkerProcess
 from ingot.data.prepare.prepare import PrepareReport, prepare
 from ingot.data.prepare.scheduler import SplitJob
@@ -637,6 +638,10 @@ def test_the_lowest_and_the_highest_compression_level_are_accepted(
 ) -> None:
     run(corpus, tmp_path / "out", tokenizer, compression=f"zstd:{level}", max_samples=4)
     assert (tmp_path / "out" / "train" / "shard.00000.mds.zstd").is_file()
+
+
+def test_an_empty_compression_is_none() -> None:
+    assert PrepareOptions(compression="").compression is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted as Linux shows them")

@@ -73,6 +73,8 @@ def test_a_run_on_kubernetes_is_asked_about_ended_and_launched_again(
         with (run / "failures.jsonl").open("a") as file:
             file.write(json.dumps({"kind": line, "host": "n7", "message": "gone", "time": "", "attempt": "1", "rank": 0,
                                    "batch": 1, "progress": False}) + "\n")  # fmt: skip
+    printed = ingot("launch", "resume", str(run), "--dry-run").stdout
+    assert next(yaml.safe_load_all(printed))["stringData"]["own.yaml"] == "max_duration: 3ba\n"
     ingot("launch", "resume", str(run))
     documents = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
     assert documents[0]["stringData"]["own.yaml"] == "max_duration: 3ba\n"  # it travels again
