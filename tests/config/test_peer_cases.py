@@ -1,0 +1,65 @@
+"""Small configs in the peers' words, each with what it becomes here, or the words of its refusal.
+
+A case of `cases/*.yaml` has a `base` of the same file, `keys` over it (or a whole `text`), `arguments` after the file, and
+one of `becomes` and `refused`; `warns` lists parts of the warnings. Facts are the peers' own, not ingot's answers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ingot.errors import ConfigError
+from ingot.migrate import load_run_config, translate
+
+HERE = Path(__file__).parent / "cases"
+CASES = [
+    pytest.param(name, {"bases": content["bases"], **case}, id=f"{path.stem}: {name}")
+    for path in sorted(HERE.glob("*.yaml"))
+    for content in [yaml.safe_load(path.read_text())]
+    for name, case in content["cases"].items()
+]
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)}
+    return {**base, **over, **{key: merged(base[key], over[key]) for key in both}}
+
+
+def written(case: dict[str, Any], folder: Path) -> list[str]:
+    """The files of a case, and its arguments."""
+    for name, text in case.get("files", {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    if "base" in case:
+        keys = merged(case["bases"][case["base"]], case.get("keys", {}))
+        keys = case["inside"] | {case["section"]: keys} if "section" in case else keys
+        (folder / "run.yaml").write_text(yaml.safe_dump(keys))
+        return ["run.yaml", *map(str, case.get("arguments", []))]
+    return [str(argument) for argument in case["arguments"]]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_a_config_of_a_peer_means_the_same_here_or_is_refused(
+    name: str, case: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    arguments = written(case, tmp_path)
+    if "refused" in case:
+        with pytest.raises(ConfigError) as caught:
+            load_run_config(arguments)
+        assert all(words in str(caught.value) for words in case["refused"]), str(caught.value)
+        return
+    config = load_run_config(arguments).model_dump(mode="json")
+    for key, value in case["becomes"].items():
+        found: Any = config
+        for part in key.split("."):
+            found = found[part]
+        assert found == value or str(found) == str(value), key
+    if "warns" in case:
+        warnings = "\n".join(translate(arguments).warnings)
+        assert all(words in warnings for words in case["warns"]), warnings
+        assert case["warns"] or not warnings
