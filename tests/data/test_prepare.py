@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,11 @@ from ingot.data.loading.open_dataset import locate
 from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.journal import SplitReport
 from ingot.data.prepare.options import PrepareOptions
-from ingot.data.prepare.pool import Pool, WorkerProcess
+from ingot.data.prepare.pool import Progress, WorkerPool
 from ingot.data.prepare.prepare import PrepareReport, prepare
 from ingot.data.prepare.scheduler import SplitJob
 from ingot.data.prepare.tokenize_engine import choose_engine
+from ingot.data.prepare.worker import Task
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import ConfigError, DataError, DiskError
@@ -260,14 +262,11 @@ def test_a_data_set_of_the_hub_is_shared_among_workers(
 ) -> None:
     """Its size is not known beforehand, which is no reason to take it for a small one."""
     from ingot.data.prepare import hub
-    from ingot.data.prepare import pool as prepare_pool
     from ingot.data.prepare.input_files import hub_source
 
     started = []
     monkeypatch.setattr(hub, "_open", lambda dataset, subset, split, done: iter([{"text": t} for t in TEXTS][done:]))
-    monkeypatch.setattr(
-        "ingot.data.prepare.prepare.Pool", lambda *a, **k: started.append(a[0]) or prepare_pool.Pool(*a, **k)
-    )
+    monkeypatch.setattr("ingot.data.prepare.prepare.WorkerPool", lambda *a: started.append(a[0]) or WorkerPool(*a))
     for workers in (None, 0):
         source = hub_source("some/texts", None, "train")
         prepare(source, tmp_path / str(workers), tokenizer=tokenizer, **{**OPTIONS, "num_workers": workers})
@@ -647,7 +646,7 @@ def test_an_empty_compression_is_none() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted as Linux shows them")
 def test_the_process_that_forks_the_workers_has_one_thread(tokenizer: Tokenizer) -> None:
     """A fork copies locks that other threads hold, but not the threads that would release them."""
-    pool = Pool(2, tokenizes=True)
+    pool = WorkerPool(2, tokenizes=True)
     try:
         assert pool.load(tokenizer, "auto")[0] == "gigatoken"
         assert len(list(Path(f"/proc/{pool.server.pid}/task").iterdir())) == 1
@@ -661,14 +660,15 @@ def test_a_worker_that_dies_is_reported_and_the_rest_can_go_on(
     run(corpus, tmp_path / "undisturbed", tokenizer)
     calls = iter(range(100))
 
-    def dying(self: WorkerProcess, head: dict, blob: bytes, progress: object) -> dict:
+    def dying(self: WorkerPool, task: Task, progress: Progress) -> Future:
         if next(calls) == 3:
-            os.kill(self.pid, signal.SIGKILL)
-        return real(self, head, blob, progress)  # type: ignore[arg-type]
+            for pid in self.pids.values():
+                os.kill(pid, signal.SIGKILL)
+        return real(self, task, progress)
 
-    real = WorkerProcess.run
+    real = WorkerPool.submit
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerProcess, "run", dying)
+        patch.setattr(WorkerPool, "submit", dying)
         with pytest.raises(DataError, match=r"worker process \d+ died"):
             run(corpus, tmp_path / "out", tokenizer, num_workers=2)
     run(corpus, tmp_path / "out", tokenizer, num_workers=2)

@@ -22,7 +22,7 @@ from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.documents import TextBlock
 from ingot.data.prepare.input_files import find_files
 from ingot.data.prepare.options import PrepareOptions
-from ingot.data.prepare.pieces import pack_block, plan_pieces, read_piece, unpack_block
+from ingot.data.prepare.pieces import plan_pieces, read_piece
 from ingot.errors import DataError
 
 TEXTS = [f"Document {i}: naïve “quotes”, tab\t, newline\n, nul-free, 坩堝 {'x' * (i % 90)}" for i in range(200)]
@@ -67,8 +67,8 @@ def blocks(*inputs: Path | str, whole: bool = False, **options: object) -> list[
     read = PrepareOptions(**options)  # type: ignore[arg-type]
     return [
         block
-        for piece, handed in plan_pieces(find_files(inputs), whole, read)
-        for block in read_piece(piece, handed, read, lambda text, low, high: None)
+        for piece in plan_pieces(find_files(inputs), whole, read)
+        for block in read_piece(piece, read, lambda text, low, high: None)
     ]
 
 
@@ -132,26 +132,21 @@ def test_lines_are_neither_lost_nor_doubled_at_the_borders_of_pieces(
     assert texts(path) == [t for t in lines if t]
 
 
-def test_one_huge_row_group_is_handed_over_in_blocks(tmp_path: Path) -> None:
+def test_one_huge_row_group_is_divided_into_blocks(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": TEXTS}), path)
     pieces = list(plan_pieces(find_files([path]), False, PrepareOptions()))
-    assert {piece.how for piece, _ in pieces} == {"texts"}
+    assert {piece.how for piece in pieces} == {"texts"}
     assert texts(path) == TEXTS
-
-
-def test_a_block_survives_its_journey_to_a_worker() -> None:
-    block = TextBlock(["é".encode(), b"", b"x"], None, 3, [(4, "wrong")], 4, "a.csv")
-    assert unpack_block(pack_block(block)) == block
 
 
 def test_a_huge_text_is_cut_where_the_caller_says(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     path.write_text("word " * 300_000)
     options = PrepareOptions()
-    (piece, handed), *rest = plan_pieces(find_files([path]), False, options)
+    piece, *rest = plan_pieces(find_files([path]), False, options)
     assert not rest
-    found = list(read_piece(piece, handed, options, lambda text, low, high: text.rfind(" ", low, high)))
+    found = list(read_piece(piece, options, lambda text, low, high: text.rfind(" ", low, high)))
     assert len(found) > 1
     assert [b.ends for b in found] == [False] * (len(found) - 1) + [True]
     assert b"".join(t for b in found for t in b.texts).decode() == "word " * 300_000
@@ -282,7 +277,7 @@ def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, e
     found = blocks(path, max_document_bytes=100_000, max_expansion=100_000)
     assert [t.decode() for b in found for t in b.texts] == (TEXTS if ends else TEXTS[:50])
     read = PrepareOptions(max_document_bytes=100_000, max_expansion=100_000)
-    assert max(len(handed) for _, handed in plan_pieces(find_files([path]), False, read)) < 150_000
+    assert max(len(piece.lines) for piece in plan_pieces(find_files([path]), False, read)) < 150_000
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "*.jsonl", "empty"])

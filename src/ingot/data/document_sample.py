@@ -54,11 +54,11 @@ class DocumentSample:
         self.documents, self.bytes, self.bad = 0, 0, []
         taken = 1 - self.share  # the first piece is always taken
         pieces = plan_pieces(self.files, False, options)
-        for piece, handed in follow(self.what, pieces, lambda item: item[0].size, sum(f.size for f in self.files)):
+        for piece in follow(self.what, pieces, lambda piece: piece.size, sum(f.size for f in self.files)):
             before, taken = int(taken), taken + self.share
             if self.share < 1 and int(taken) == before:
                 continue
-            for block in read_piece(piece, handed, options, _line_end):
+            for block in read_piece(piece, options, _line_end):
                 self.bad += [f"{block.path}, record {record + 1}: {problem}" for record, problem in block.bad]
                 for text in block.texts:
                     self.documents += block.ends

@@ -55,11 +55,6 @@ def cut_lines(stream: IO[bytes], options: PrepareOptions) -> Iterator[bytes]:
         yield b"".join(rest)
 
 
-def read_to_newline(file: IO[bytes], limit: int) -> bytes:
-    """What is left of a line, up to a number of bytes."""
-    return file.readline(limit)
-
-
 def newlines(data: bytes) -> int:
     """How many there are; `bytes.count` is four times slower."""
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))

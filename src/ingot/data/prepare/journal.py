@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import xxhash
 
@@ -169,10 +169,10 @@ class Journal:
             with own.open("a", encoding="utf-8") as self.file:
                 yield
 
-    def record(self, head: dict[str, Any], done: dict[str, Any]) -> None:
+    def record(self, task: Literal["tokenize", "shard"], number: int, done: dict[str, Any]) -> None:
         """Note a finished task."""
-        (self.pieces if head["task"] == "tokenize" else self.shards)[head["number"]] = done
-        self.file.write(json.dumps({"task": head["task"], "number": head["number"], "done": done}) + "\n")
+        (self.pieces if task == "tokenize" else self.shards)[number] = done
+        self.file.write(json.dumps({"task": task, "number": number, "done": done}) + "\n")
         self.file.flush()
 
     def _lock(self, name: str, how: int) -> IO[str]:

@@ -1,19 +1,17 @@
-"""The stream of all tokens, in order, cut into shards.
+"""Cuts the stream of all tokens, in input order, into shards.
 
-A packer never sees a token: it knows how many each part holds, and says which ranges of which parts make a shard as
-soon as they are there. So a shard depends on the input alone, not on pieces or workers, and the rules of packing
-(wrapped, whole documents, text, one flat file) are in one place.
+A packer never sees a token. It knows how many tokens each part holds, and plans a shard as ranges of parts as soon as
+these exist. So a shard depends on the input alone, not on pieces or workers.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ingot.config.base import Section
 from ingot.data.formats import indexed_writer as indexed
 from ingot.data.formats import mds_writer as mds
 from ingot.data.prepare.options import PrepareOptions
@@ -21,44 +19,40 @@ from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
 
 
-class PackingPlan(Section):
+@dataclass(frozen=True)
+class PackingPlan:
     """What the output is: the options, for one field of the documents, and what follows from the tokenizer. Two runs
     with the same plan and input write the same bytes."""
 
     options: PrepareOptions
-    is_text: bool
-    """Text is kept as text."""
-    dtype: str
-    """Type of the stored tokens."""
-    before: list[int]
-    """Tokens put before each document."""
-    after: list[int]
-    """Tokens put after each document."""
+    is_text: bool  # documents are kept as text
+    dtype: str  # of the stored tokens
+    before: list[int]  # tokens put before each document
+    after: list[int]  # tokens put after each document
 
     @staticmethod
     def of(options: PrepareOptions, tokenizer: Tokenizer | None) -> "PackingPlan":
         """The plan for some options and the tokenizer that they name."""
         if tokenizer is None:
-            return PackingPlan(options=options, is_text=True, dtype="uint8", before=[], after=[])
+            return PackingPlan(options, is_text=True, dtype="uint8", before=[], after=[])
         before, after = tokenizer.encode(options.bos_text), _eos_ids(tokenizer, options.eos_text)
-        dtype = _token_dtype(options, tokenizer.vocab_size)
-        return PackingPlan(options=options, is_text=False, dtype=dtype, before=before, after=after)
+        return PackingPlan(options, False, _token_dtype(options, tokenizer.vocab_size), before, after)
 
     def for_key(self, key: str) -> "PackingPlan":
         """The plan of one of several fields."""
-        return self.model_copy(update={"options": self.options.model_copy(update={"json_keys": (key,)})})
+        return replace(self, options=self.options.model_copy(update={"json_keys": (key,)}))
 
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the output's bytes. Its hash is kept with the output, so keys and values never change."""
-        shared = ("format", "concat_tokens", "no_wrap", "drop_last", "compression", "size_limit")
-        reading = ("key", "max_document_bytes", "max_expansion")
-        options = {name: getattr(self.options, name) for name in reading}
+        options = self.options
+        writing = ("format", "concat_tokens", "no_wrap", "drop_last", "compression", "size_limit")
+        reading = {name: getattr(options, name) for name in ("key", "max_document_bytes", "max_expansion")}
         return {
-            **{name: getattr(self.options, name) for name in shared},
+            **{name: getattr(options, name) for name in writing},
             **{name: getattr(self, name) for name in ("is_text", "dtype", "before", "after")},
-            "max_samples": self.options.sample_limit,
-            "options": options | {"skip_bad": self.options.on_error == "skip"},
+            "max_samples": options.sample_limit,
+            "options": {**reading, "skip_bad": options.on_error == "skip"},
         }
 
     @property
@@ -83,7 +77,7 @@ def _eos_ids(tokenizer: Tokenizer, eos_text: str | None) -> list[int]:
     if eos_text is not None:
         return tokenizer.encode(eos_text)
     if tokenizer.eos_id is None:
-        raise DataError("the tokenizer names no end of document: give eos_text, or eos_text='' to have none")
+        raise DataError("the tokenizer has no end-of-document token; set eos_text, or eos_text='' for none")
     if tokenizer.encode("a", special_tokens=True)[-1] == tokenizer.eos_id:
         return []  # it adds its own
     return [tokenizer.eos_id]
@@ -94,28 +88,31 @@ def part_paths(folder: Path, number: int) -> tuple[Path, Path]:
     return folder / "parts" / f"{number:08}.data", folder / "parts" / f"{number:08}.lengths"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShardPlan:
+    """One shard to write."""
+
     number: int
-    parts: list[list[int]]  # [part, start, end): units of that part; for indexed [part, offset in the whole, 0]
-    irregular: bytes = b""
+    parts: list[tuple[int, int, int]]  # (part, start, end): units of that part; indexed: (part, offset in the whole, 0)
+    sample_starts: np.ndarray | None = None  # no_wrap: the first token of each sample
+    text_sizes: np.ndarray | None = None  # text: the bytes of each document
 
 
 class Packer:
-    """Cuts the stream of all parts, in order, into shards. A unit is a token, or a byte where text stays text."""
+    """Cuts the stream of all parts into shards. A unit is a token, or a byte where text stays text."""
 
     needs_lengths = True
     """Whether the lengths of documents are needed again, after a crash or at the end."""
 
     def __init__(self, plan: PackingPlan, folder: Path):
-        self.plan, self.folder = plan, folder
+        self.options, self.folder = plan.options, folder
         self.limit = 1 << 62 if plan.options.sample_limit is None else plan.options.sample_limit
         self.spans: deque[tuple[int, int, int]] = deque()  # (part, its first unit in the stream, its end)
         self.end = 0  # units so far
         self.finished = False
         self.shard_units: list[int] = []  # units in each planned shard
         self.samples = 0  # in planned shards
-        self.pending: list[int] = []  # where samples start that are in no planned shard; of texts, their sizes
+        self.pending: list[int] = []  # samples in no planned shard: where each starts, or its size if it is text
 
     @property
     def is_full(self) -> bool:
@@ -127,7 +124,7 @@ class Packer:
         return self.spans[0][0] if self.spans and not self.finished else 1 << 60
 
     def add(self, part: int, units: int) -> list[ShardPlan]:
-        """The shards that can be written now that this part is there too."""
+        """The shards that can be written now that this part exists."""
         begin = self.end
         self.end += units
         if units:
@@ -148,23 +145,20 @@ class Packer:
     def _document_lengths(self, part: int) -> np.ndarray:
         return np.fromfile(part_paths(self.folder, part)[1], dtype="<i4")
 
-    def _shard(self, start: int, end: int, samples: int, units: int, irregular: bytes = b"") -> ShardPlan:
-        """The next shard, of units [start, end) of the stream; the parts before them are forgotten."""
+    def _take_parts(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Units [start, end) of the stream as ranges of parts; the parts before them are forgotten."""
         while self.spans and self.spans[0][2] <= start:
             self.spans.popleft()
-        parts = [
-            [part, max(start, first) - first, min(end, last) - first]
+        return [
+            (part, max(start, first) - first, min(end, last) - first)
             for part, first, last in self.spans
             if first < end and last > start
         ]
-        self.samples += samples
-        self.shard_units.append(units)
-        return ShardPlan(len(self.shard_units) - 1, parts, irregular)
 
 
 class _TokenPacker(Packer):
-    """Samples of equal length, back to back or, as LLM Foundry's no_wrap has it, each starting with a document: what
-    does not fit in its sample is then dropped."""
+    """Samples of equal length, back to back or, with LLM Foundry's no_wrap, each starting with a document: the rest of
+    a document that does not fit in its sample is then dropped."""
 
     def __init__(self, plan: PackingPlan, folder: Path):
         super().__init__(plan, folder)
@@ -176,30 +170,33 @@ class _TokenPacker(Packer):
         self.next_start = 0
 
     def _plan(self, part: int, begin: int) -> Iterator[ShardPlan]:
-        length = self.plan.options.concat_tokens
-        if self.plan.options.no_wrap:
+        length = self.options.concat_tokens
+        if self.options.no_wrap:
             ends = np.cumsum(self._document_lengths(part), dtype=np.int64) + begin
             while (document := int(np.searchsorted(ends, self.next_start + length))) < len(ends):
                 self.pending.append(self.next_start)
                 self.next_start = int(ends[document])
         else:
-            whole = (self.end - self.next_start) // length
-            self.pending += range(self.next_start, self.next_start + whole * length, length)
-            self.next_start += whole * length
+            starts = range(self.next_start, self.end - length + 1, length)
+            self.pending += starts
+            self.next_start += len(starts) * length
         while min(len(self.pending), self.limit - self.samples) >= self.per_shard:
-            yield self._take(self.per_shard)
+            yield self._shard(self.per_shard)
 
     def _plan_rest(self) -> Iterator[ShardPlan]:
-        if self.next_start < self.end and not self.plan.options.no_wrap and not self.plan.options.drop_last:
+        if self.next_start < self.end and not self.options.no_wrap and not self.options.drop_last:
             self.pending.append(self.next_start)  # the last sample may be shorter
         while count := min(len(self.pending), self.per_shard, self.limit - self.samples):
-            yield self._take(count)
+            yield self._shard(count)
 
-    def _take(self, samples: int) -> ShardPlan:
+    def _shard(self, samples: int) -> ShardPlan:
+        length = self.options.concat_tokens
         starts, self.pending = np.array(self.pending[:samples], dtype=np.int64), self.pending[samples:]
-        begin, end = int(starts[0]), min(int(starts[-1]) + self.plan.options.concat_tokens, self.end)
-        units = min(samples * self.plan.options.concat_tokens, end - begin)
-        return self._shard(begin, end, samples, units, (starts - begin).tobytes() if self.plan.options.no_wrap else b"")
+        begin, end = int(starts[0]), min(int(starts[-1]) + length, self.end)
+        self.samples += samples
+        self.shard_units.append(min(samples * length, end - begin))
+        sample_starts = starts - begin if self.options.no_wrap else None
+        return ShardPlan(len(self.shard_units) - 1, self._take_parts(begin, end), sample_starts)
 
 
 class _TextPacker(Packer):
@@ -208,7 +205,7 @@ class _TextPacker(Packer):
     def __init__(self, plan: PackingPlan, folder: Path):
         super().__init__(plan, folder)
         self.start = 0
-        self.used = self.base = mds.header_bytes(plan.shard_config)
+        self.used = self.header = mds.header_bytes(plan.shard_config)
 
     def _plan(self, part: int, begin: int) -> Iterator[ShardPlan]:
         for size in self._document_lengths(part).tolist():
@@ -216,7 +213,7 @@ class _TextPacker(Packer):
                 break
             if size == 0:
                 continue
-            if self.used + size + 8 > self.plan.options.size_limit:
+            if self.used + size + 8 > self.options.size_limit:
                 yield from self._plan_rest()
             self.pending.append(size)
             self.used += size + 8
@@ -224,19 +221,22 @@ class _TextPacker(Packer):
     def _plan_rest(self) -> Iterator[ShardPlan]:
         if self.pending:
             sizes, start = np.array(self.pending, dtype=np.int64), self.start
-            self.start += sum(self.pending)
-            self.pending, self.used = [], self.base
-            yield self._shard(start, self.start, len(sizes), self.start - start, sizes.tobytes())
+            self.start += int(sizes.sum())
+            self.pending, self.used = [], self.header
+            self.samples += len(sizes)
+            self.shard_units.append(self.start - start)
+            parts = self._take_parts(start, self.start)
+            yield ShardPlan(len(self.shard_units) - 1, parts, text_sizes=sizes)
 
 
 class _IndexedPacker(Packer):
-    """Every part to its place in one `.bin`."""
+    """Every part at its place in one `.bin`."""
 
     def _plan(self, part: int, begin: int) -> Iterator[ShardPlan]:
         self.spans.clear()  # a part is in one shard only
         if units := self.end - begin:
             self.shard_units.append(units)
-            yield ShardPlan(len(self.shard_units) - 1, [[part, begin, 0]])
+            yield ShardPlan(len(self.shard_units) - 1, [(part, begin, 0)])
 
 
 def make_packer(plan: PackingPlan, folder: Path) -> Packer:

@@ -1,20 +1,16 @@
-"""Documents out of files: json, jsonl, txt, parquet, csv, plain or compressed, in bounded memory.
+"""Divides the input into pieces, and reads a piece: json, jsonl, txt, parquet, csv, plain or compressed.
 
-The input is divided into numbered pieces by a pure function of the file list and sizes, so that any number of workers,
-and a second run after a crash, see the same pieces. A piece is what one worker reads on its own: a byte range of a
-jsonl file, some row groups of a parquet file, a group of small files. A large compressed file has no such ranges: it is
-read once, and handed out in blocks of whole lines (or of texts), each a piece of its own.
+Pieces are a pure function of the file list and sizes, so any number of workers, and a second run after a crash, see the
+same ones. A piece is what one worker reads by itself: a byte range of a jsonl file, some row groups of a parquet file,
+a group of small files. A large compressed file cannot be divided like that: it is read by the caller, and each block of
+whole lines (or of texts) is a piece that carries its content.
 """
 
 import io
-import json
-import struct
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
-
-import numpy as np
 
 from ingot.data.prepare import documents
 from ingot.data.prepare.documents import TextBlock
@@ -36,75 +32,69 @@ from ingot.data.prepare.table_readers import column_bytes, open_parquet, read_ba
 from ingot.errors import DataError
 
 PIECE_BYTES = documents.BLOCK_BYTES
-_COUNTED_BYTES = 1 << 30  # how far into a file bad lines that are skipped get their number: counting is reading it all
+_COUNTED_BYTES = 1 << 30  # skipped bad lines beyond this get no line number: counting lines means reading them
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of the input that one worker turns into tokens. `how` says which of the other fields count."""
 
-    how: str  # "range" of bytes, "groups" of rows, whole "files", a block of "lines" or of "texts" handed over
+    how: str  # "range" of bytes, "groups" of rows, whole "files", or a block of "lines" or "texts"
     files: tuple[SourceFile, ...]
     start: int = 0
     end: int = 0
     size: int = 0  # bytes on disk, for progress
     first_record: int = 0  # number of the first line or row of a block, from 0
+    lines: bytes = b""
+    texts: TextBlock | None = None
 
 
-def plan_pieces(
-    files: Sequence[SourceFile], whole_files: bool, options: PrepareOptions
-) -> Iterator[tuple[Piece, bytes]]:
-    """The pieces of the input in order, each with the bytes handed over (empty if the worker reads by itself).
+def plan_pieces(files: Sequence[SourceFile], whole_files: bool, options: PrepareOptions) -> Iterator[Piece]:
+    """The pieces of the input, in order.
 
     whole_files: leave even large compressed files to one worker each, which is better when there are many of them.
     """
-    small: list[SourceFile] = []
-    weight = 0
-
-    def flush() -> Iterator[tuple[Piece, bytes]]:
-        nonlocal small, weight
-        if small:
-            yield Piece("files", tuple(small), size=sum(f.size for f in small)), b""
-        small, weight = [], 0
-
+    small: list[SourceFile] = []  # files that become one piece
+    small_bytes = 0
     for file in files:
-        if file.format == "hub":
-            yield from flush()
-            for block in read_hub(file.path, options):
-                yield Piece("texts", (file,)), pack_block(block)
-            continue
         expected = file.size * (4 if file.compression or file.format == "parquet" else 1)
-        if expected <= PIECE_BYTES:
-            if weight + expected > PIECE_BYTES:
-                yield from flush()
+        is_small = expected <= PIECE_BYTES and file.format != "hub"
+        if small and (not is_small or small_bytes + expected > PIECE_BYTES):
+            yield _files_piece(small)
+            small, small_bytes = [], 0
+        if is_small:
             small.append(file)
-            weight += expected
-            continue
-        yield from flush()
-        if file.compression is None and file.format == "parquet":
+            small_bytes += expected
+        elif file.format == "hub":
+            for block in read_hub(file.path, options):
+                yield Piece("texts", (file,), texts=block)
+        elif file.compression is None and file.format == "parquet":
             yield from _parquet_pieces(file, options)
         elif file.compression is None and is_lines(file):
             for start in range(0, file.size, PIECE_BYTES):
                 end = min(start + PIECE_BYTES, file.size)
-                yield Piece("range", (file,), start, end, end - start), b""
+                yield Piece("range", (file,), start, end, end - start)
         elif whole_files or file.format in ("text", "zip"):
-            yield Piece("files", (file,), size=file.size), b""
+            yield _files_piece([file])
         else:
-            yield from _handed_over(file, options)
-    yield from flush()
+            yield from _read_here(file, options)
+    if small:
+        yield _files_piece(small)
 
 
-def read_piece(
-    piece: Piece, handed: bytes, options: PrepareOptions, find_cut: documents.FindCut
-) -> Iterator[TextBlock]:
+def _files_piece(files: list[SourceFile]) -> Piece:
+    return Piece("files", tuple(files), size=sum(f.size for f in files))
+
+
+def read_piece(piece: Piece, options: PrepareOptions, find_cut: documents.FindCut) -> Iterator[TextBlock]:
     """The documents of a piece, in blocks of bounded size. `find_cut` says where a huge text may be cut."""
     path = piece.files[0].path
     if piece.how == "range":
         yield from _read_range(piece, options)
     elif piece.how == "lines":
-        yield documents.jsonl_block(handed, piece.first_record, path, options)
-    elif piece.how == "texts":
-        yield unpack_block(handed)
+        yield documents.jsonl_block(piece.lines, piece.first_record, path, options)
+    elif piece.texts:
+        yield piece.texts
     elif piece.how == "groups":
         yield from read_batches(path, options, range(piece.start, piece.end), piece.first_record)
     else:
@@ -166,26 +156,6 @@ def _read_zip(file: SourceFile, options: PrepareOptions, find_cut: documents.Fin
             limit -= guarded.done
 
 
-def pack_block(block: TextBlock) -> bytes:
-    """A block as bytes that travel to a worker: a JSON head, lengths, UTF-8."""
-    records = None if block.records is None else block.records.tolist()
-    head = json.dumps([records, block.first_record, block.bad, block.record_count, block.path]).encode()
-    lengths = np.array([len(text) for text in block.texts], dtype="<u4").tobytes()
-    return b"".join((struct.pack("<II", len(head), len(block.texts)), head, lengths, *block.texts))
-
-
-def unpack_block(data: bytes) -> TextBlock:
-    """The block of `pack_block`."""
-    head_size, count = struct.unpack_from("<II", data)
-    records, first_record, bad, record_count, path = json.loads(data[8 : 8 + head_size])
-    begin = 8 + head_size + 4 * count
-    lengths = np.frombuffer(data, dtype="<u4", count=count, offset=8 + head_size)
-    ends = (np.cumsum(lengths, dtype=np.int64) + begin).tolist()
-    texts = [data[a:b] for a, b in zip([begin, *ends[:-1]], ends, strict=True)] if count else []
-    records = None if records is None else np.array(records, dtype=np.int64)
-    return TextBlock(texts, records, first_record, [tuple(entry) for entry in bad], record_count, path)
-
-
 def _read_range(piece: Piece, options: PrepareOptions) -> Iterator[TextBlock]:
     """The lines that start within a byte range."""
     path = piece.files[0].path
@@ -194,14 +164,14 @@ def _read_range(piece: Piece, options: PrepareOptions) -> Iterator[TextBlock]:
             start = piece.start
             if start:
                 file.seek(start - 1)
-                start += len(documents.read_to_newline(file, piece.end - start + 1)) - 1
-            if start >= piece.end:  # all of it belongs to a line that begins before
+                start += len(file.readline(piece.end - start + 1)) - 1
+            if start >= piece.end:  # all of it belongs to a line that starts before
                 return
             data = file.read(piece.end - start)
             if len(data) < piece.end - start:
                 raise DataError(f"{path}: became shorter while it was read")
             if not data.endswith(b"\n"):
-                data += documents.read_to_newline(file, options.max_document_bytes + 1)
+                data += file.readline(options.max_document_bytes + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     block = documents.jsonl_block(data, 0, path, options)
@@ -213,12 +183,12 @@ def _read_range(piece: Piece, options: PrepareOptions) -> Iterator[TextBlock]:
     yield block
 
 
-def _parquet_pieces(file: SourceFile, options: PrepareOptions) -> Iterator[tuple[Piece, bytes]]:
-    """Row groups, several small ones together; a file of one huge row group is handed over in blocks."""
+def _parquet_pieces(file: SourceFile, options: PrepareOptions) -> Iterator[Piece]:
+    """Row groups, several small ones together; a file of one huge row group is read here."""
     table = open_parquet(file.path, options.key)
     sizes = [column_bytes(table, group, options.key) for group in range(table.num_row_groups)]
     if max(sizes, default=0) > 4 * PIECE_BYTES:
-        yield from _handed_over(file, options)
+        yield from _read_here(file, options)
         return
     start, weight = 0, 0
     total = sum(sizes) or 1
@@ -226,28 +196,27 @@ def _parquet_pieces(file: SourceFile, options: PrepareOptions) -> Iterator[tuple
         weight += size
         if weight >= PIECE_BYTES or group == len(sizes) - 1:
             first = sum(table.metadata.row_group(g).num_rows for g in range(start))
-            yield Piece("groups", (file,), start, group + 1, file.size * weight // total, first), b""
+            yield Piece("groups", (file,), start, group + 1, file.size * weight // total, first)
             start, weight = group + 1, 0
 
 
-def _handed_over(file: SourceFile, options: PrepareOptions) -> Iterator[tuple[Piece, bytes]]:
-    """Blocks of a file that only one process can read, cut without looking into them where lines allow it."""
-    done = 0
+def _read_here(file: SourceFile, options: PrepareOptions) -> Iterator[Piece]:
+    """Blocks of a file that only one process can read. Lines are left to the workers to parse."""
     if file.format == "parquet":
         for block in read_batches(file.path, options):
-            yield Piece("texts", (file,), size=sum(map(len, block.texts)) // 2), pack_block(block)
-    elif is_lines(file):
-        first = 0
-        with open_file(file, options) as stream:
+            yield Piece("texts", (file,), size=sum(map(len, block.texts)) // 2, texts=block)
+        return
+    first = done = 0
+    with open_file(file, options) as stream:
+        if is_lines(file):
             for lines in documents.cut_lines(stream, options):
                 before, done = done, _position(stream)
-                yield Piece("lines", (file,), size=done - before, first_record=first), lines
+                yield Piece("lines", (file,), size=done - before, first_record=first, lines=lines)
                 first += documents.newlines(lines)
-    else:
-        with open_file(file, options) as stream:
+        else:
             for block in _read_stream(stream, file.format, file.path, options, lambda text, low, high: None):
                 before, done = done, _position(stream)
-                yield Piece("texts", (file,), size=done - before), pack_block(block)
+                yield Piece("texts", (file,), size=done - before, texts=block)
 
 
 def _position(stream: IO[bytes]) -> int:

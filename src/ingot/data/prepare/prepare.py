@@ -11,14 +11,14 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ingot.data.prepare.input_files import find_files
 from ingot.data.prepare.options import PrepareOptions, check_options, takes_options
-from ingot.data.prepare.pool import Pool
+from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
 from ingot.storage.byte_sizes import format_bytes
 
@@ -75,34 +75,27 @@ def _prepare(
     files = find_files(options.input, None if options.share and options.share[0] else progress.say)
     small = sum(f.size for f in files) <= _SMALL_INPUT and all(f.format != "hub" for f in files)
     workers = _worker_count(options, small, progress)
-    starting = closing(Pool(workers, tokenizes=tokenizer is not None)) if workers else nullcontext()
-    with starting as pool:
+    with closing(WorkerPool(workers, tokenizer is not None) if workers else InProcess()) as pool:
         from ingot.data.prepare.journal import Target
         from ingot.data.prepare.packing import PackingPlan
         from ingot.data.prepare.scheduler import SplitJob
-        from ingot.data.prepare.tokenize_engine import choose_engine
         from ingot.data.tokenizer import Tokenizer, load_tokenizer
 
         tok = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else load_tokenizer(tokenizer)
         plan = PackingPlan.of(options, tok)
-        name, chosen = "none", None
+        engine, reason = pool.load(tok, options.engine)
         if tok:
-            if pool:
-                name, reason = pool.load(tok, options.engine)
-            else:
-                chosen = choose_engine(tok, options.engine)
-                name, reason = chosen.name, chosen.reason
-            progress.say(f"engine: {name} ({reason})")
+            progress.say(f"engine: {engine} ({reason})")
         reports = {}
         for key in options.json_keys:
             target = Target.choose(options, key)
             if options.reprocess:
                 target.remove()
-            made = SplitJob(target, plan.for_key(key), files, tok, pool or chosen, progress).run()
+            made = SplitJob(target, plan.for_key(key), files, tok, pool, progress).run()
             reports[options.split if len(options.json_keys) == 1 else f"{options.split} {key}"] = made
     counts = ((r.documents, r.tokens, r.bytes, r.skipped) for r in reports.values())
     totals = (sum(count) for count in zip(*counts, strict=True))
-    return PrepareReport(reports, time.monotonic() - started, name, _train_command(options), *totals)
+    return PrepareReport(reports, time.monotonic() - started, engine, _train_command(options), *totals)
 
 
 def _worker_count(options: PrepareOptions, small: bool, progress: PrepareProgress) -> int:

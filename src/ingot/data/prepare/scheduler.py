@@ -1,19 +1,19 @@
-"""One split on its way from files to shards: what is done, what comes next, and how the result gets its final name.
+"""Takes one split from files to shards: what is done, what comes next, and the final name of the result.
 
 Workers turn pieces of the input into parts, and parts into shards; this file only decides who does what, in one loop
-over futures. A shard is written as soon as the parts that it spans are there, and those parts are then removed, so
-little more than the data set itself is ever on the disk. The split appears under its final name by one rename, when it
-is complete.
+over futures. A shard is written as soon as the parts that it spans exist, and these parts are then removed, so little
+more than the dataset itself is ever on the disk. The split gets its final name by one rename, when it is complete.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from typing import Any
 
@@ -25,23 +25,16 @@ from ingot.data.prepare.input_files import SourceFile
 from ingot.data.prepare.journal import Journal, SplitReport, Target, is_empty
 from ingot.data.prepare.packing import PackingPlan, ShardPlan, make_packer, part_paths
 from ingot.data.prepare.pieces import Piece, plan_pieces
-from ingot.data.prepare.pool import Pool, TaskRunner
+from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
-from ingot.data.prepare.tokenize_engine import Engine
-from ingot.data.prepare.worker import BUCKETS, LONGEST, TokenizeWorker
+from ingot.data.prepare.worker import BUCKETS, LONGEST, Task
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
-from ingot.errors import DataError, disk_error
+from ingot.errors import DataError, IngotError, disk_error
 from ingot.storage.atomic import write_json
-
-_AHEAD = 2  # tasks that wait for a worker, so that none is ever idle
-
-Task = tuple[dict[str, Any], bytes, int]
-"""What a worker shall do, the bytes that it needs for it, and how much of the input that is."""
-NumberedPieces = Iterator[tuple[int, tuple[Piece, bytes]]]
 
 
 class SplitJob:
-    """One split on its way: which pieces and shards are done, what comes next."""
+    """One split that is being prepared."""
 
     def __init__(
         self,
@@ -49,7 +42,7 @@ class SplitJob:
         plan: PackingPlan,
         files: list[SourceFile],
         tokenizer: Tokenizer | None,
-        workers: Pool | Engine | None,  # the processes that do the work; else it is done in this one, with this engine
+        workers: WorkerPool | InProcess,
         progress: PrepareProgress,
     ):
         self.target, self.plan, self.files, self.tokenizer = target, plan, files, tokenizer
@@ -58,11 +51,10 @@ class SplitJob:
         self.journal = Journal(self.work, self.share, progress.say)
         self.packer = make_packer(plan, self.work)
         self.signature = self._signature()
-        self.piece_count: int | None = None  # once known
+        self.piece_count: int | None = None  # known at the end of the input, or when the packer has enough
         self.pieces_read = 0
-        self.ready: Task | None = None  # a piece that is read and not started
-        self.prefix = 0  # pieces [0, prefix) are done and in the packer
-        self.shard_tasks: deque[Task] = deque()
+        self.pieces_packed = 0  # pieces [0, pieces_packed) are done and in the packer
+        self.ready_shards: deque[ShardPlan] = deque()
         self.first_parts: list[int] = []  # of each planned shard
         self.shards_ended = 0  # shards [0, shards_ended) are done
         self.parts_ended = 0  # parts [0, parts_ended) are removed
@@ -112,8 +104,7 @@ class SplitJob:
     def _prefers_whole_files(self) -> bool:
         """Whether there are enough files that only one process can read to give each worker some."""
         streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
-        count = len(self.workers.workers) if isinstance(self.workers, Pool) else 0
-        return len(streams) >= 4 * count * self.journal.turns
+        return len(streams) >= 4 * self.workers.count * self.journal.turns
 
     def _already_finished(self) -> SplitReport | None:
         target = self.target
@@ -141,92 +132,75 @@ class SplitJob:
     # ---- the work ----
 
     def _work(self) -> None:
-        if isinstance(self.workers, Pool):
-            runs, ahead = [worker.start(self.plan, self.work) for worker in self.workers.workers], _AHEAD
-        else:
-            runs, ahead = [TokenizeWorker(self.plan, self.work, self.workers).run], 0
-        reader = ThreadPoolExecutor(1, "pieces")
-        with contextlib.closing(TaskRunner(runs)) as runner:
-            try:
-                self._schedule(runner, len(runs) + ahead, reader)
-            finally:
-                reader.shutdown(cancel_futures=True)
-
-    def _schedule(self, runner: TaskRunner, limit: int, reader: ThreadPoolExecutor) -> None:
-        """Keep up to `limit` tasks with the runner until there are none left. After a failure, what is running is
-        finished and recorded; of several failures, the first in the input is raised."""
+        """Keep the workers busy until nothing is left. After a failure, what is running is finished and recorded; of
+        several failures, the first in the input is raised."""
         pieces = enumerate(plan_pieces(self.files, bool(self.journal.state["whole_files"]), self.plan.options))
-        running: dict[Future[Any], tuple[dict[str, Any], int]] = {}
-        reading: Future[Task | None] | None = None  # the next piece, read ahead of use
-        errors: dict[tuple[int, int], BaseException] = {}
-        while True:
-            self._plan_finished()
-            while not errors and len(running) < limit and (task := self._next_task()):
-                head, blob, size = task
-                running[runner.submit(head, blob, self.progress.advance)] = head, size
-                del task, blob
-            if not errors and reading is None and self.ready is None and self.piece_count is None:
-                reading = reader.submit(self._read_next, pieces)
-            pending: list[Future[Any]] = [*running, *([reading] if reading else [])]
-            if not pending:
-                break
-            for future in wait(pending, 0.2, FIRST_COMPLETED).done:
-                if future is not reading:
-                    head, size = running.pop(future)
-                    if not future.cancelled() and (problem := future.exception()):
-                        errors[0, head["number"]] = problem
-                    elif not future.cancelled():
-                        self.journal.record(head, future.result())
-                        self._remove_parts()
-                        self.progress.consumed(size)
-                elif problem := future.exception():
-                    errors[1, 0], reading = problem, None
-                else:
-                    self.ready, reading = future.result(), None
-                    if self.ready is None and self.piece_count is None:
-                        self.piece_count = self.pieces_read
-            for future in running if errors else ():
-                future.cancel()  # those that no worker has started
-            self.progress.refresh()
+        running: dict[Future[dict[str, Any]], Task] = {}
+        errors: dict[float, BaseException] = {}
+        try:
+            while True:
+                try:
+                    while not errors and len(running) < self.workers.slots and (task := self._next_task(pieces)):
+                        running[self.workers.submit(task, self.progress.advance)] = task
+                except IngotError as error:
+                    errors[math.inf] = error
+                if not running:
+                    break
+                for future in wait(running, 0.2, FIRST_COMPLETED).done:
+                    task = running.pop(future)
+                    if future.cancelled():
+                        continue
+                    if problem := future.exception():
+                        errors[task.number] = problem
+                    else:
+                        self._record(task, future.result())
+                for future in running if errors else ():
+                    future.cancel()  # those that no worker has started
+                self.progress.refresh()
+        finally:  # after Ctrl-C
+            for future in running:
+                future.cancel()
+            wait(running)
         if errors:
             raise errors[min(errors)]
 
-    def _read_next(self, pieces: NumberedPieces) -> Task | None:
-        """In a thread of its own: the next piece that is not done; None at the end of the input."""
-        for number, (piece, handed) in pieces:
-            self.pieces_read = number + 1
-            if number in self.journal.pieces:
-                self.progress.consumed(piece.size, earlier=True)
-            elif self.journal.is_own(number):
-                return {"task": "tokenize", "number": number, "piece": asdict(piece)}, handed, piece.size
-        return None
-
-    def _next_task(self) -> Task | None:
+    def _next_task(self, pieces: Iterator[tuple[int, Piece]]) -> Task | None:
         """A task that can be done now. Shards first: they let parts be removed."""
-        if self.shard_tasks:
-            return self.shard_tasks.popleft()
-        task, self.ready = self.ready, None
-        return task if self.piece_count is None else None  # else the packer has all that it needs
+        self._plan_shards()
+        if not self.ready_shards and self.piece_count is None:
+            for number, piece in pieces:
+                self.pieces_read = number + 1
+                if number in self.journal.pieces:
+                    self.progress.consumed(piece.size, earlier=True)
+                elif self.journal.is_own(number):
+                    return Task(self.plan, self.work, number, piece)
+            self.piece_count = self.pieces_read
+            self._plan_shards()
+        if not self.ready_shards:
+            return None
+        shard = self.ready_shards.popleft()
+        return Task(self.plan, self.work, shard.number, shard)
 
-    def _plan_finished(self) -> None:
-        """Hand finished pieces, in order, to the packer; it says which shards can be written."""
+    def _record(self, task: Task, done: dict[str, Any]) -> None:
+        self.journal.record("tokenize" if isinstance(task.work, Piece) else "shard", task.number, done)
+        self._remove_parts()
+        if isinstance(task.work, Piece):
+            self.progress.consumed(task.work.size)
+
+    def _plan_shards(self) -> None:
+        """Add finished pieces, in order, to the packer, which says what shards can be written."""
         if self.share:
             return
-        pieces = self.journal.pieces
-        while self.prefix in pieces and (self.piece_count is None or self.prefix < self.piece_count):
-            self._plan_shards(self.packer.add(self.prefix, int(pieces[self.prefix]["units"])))
-            self.prefix += 1
+        pieces, planned = self.journal.pieces, []
+        while self.pieces_packed in pieces and self.pieces_packed != self.piece_count:
+            planned += self.packer.add(self.pieces_packed, int(pieces[self.pieces_packed]["units"]))
+            self.pieces_packed += 1
             if self.packer.is_full:
-                self.piece_count = self.prefix
-        if self.piece_count is not None and self.prefix >= self.piece_count and not self.packer.finished:
-            self._plan_shards(self.packer.finish())
-
-    def _plan_shards(self, planned: list[ShardPlan]) -> None:
-        for shard in planned:
-            self.first_parts.append(shard.parts[0][0])
-            if shard.number not in self.journal.shards:
-                head = {"task": "shard", "number": shard.number, "parts": shard.parts}
-                self.shard_tasks.append((head, shard.irregular, 0))
+                self.piece_count = self.pieces_packed
+        if self.pieces_packed == self.piece_count and not self.packer.finished:
+            planned += self.packer.finish()
+        self.first_parts += [shard.parts[0][0] for shard in planned]
+        self.ready_shards += [shard for shard in planned if shard.number not in self.journal.shards]
 
     def _remove_parts(self) -> None:
         """Remove the parts that no shard needs any more: shards are in the order of the parts."""
@@ -234,7 +208,7 @@ class SplitJob:
             self.shards_ended += 1
         planned = self.shards_ended < len(self.first_parts)
         needed = self.first_parts[self.shards_ended] if planned else self.packer.open_part
-        for part in range(self.parts_ended, min(needed, self.prefix)):
+        for part in range(self.parts_ended, min(needed, self.pieces_packed)):
             data, lengths = part_paths(self.work, part)
             data.unlink(missing_ok=True)
             if not self.packer.needs_lengths:
@@ -251,7 +225,7 @@ class SplitJob:
         entries = [self.journal.shards[k] for k in sorted(self.journal.shards)]
         built = self.work / "shards"
         if self.plan.options.format == "indexed":
-            lengths = [part_paths(self.work, n)[1] for n in range(self.prefix)]
+            lengths = [part_paths(self.work, n)[1] for n in range(self.pieces_packed)]
             if (built / "tokens.bin").exists():
                 with (built / "tokens.bin").open("ab") as file:
                     os.fsync(file.fileno())
@@ -291,7 +265,7 @@ class SplitJob:
             "documents": report.documents,
             "bytes": report.bytes,
             "vocab_size": tokenizer.vocab_size if tokenizer else None,
-            "max_token": max((self.journal.pieces[n]["max_token"] for n in range(self.prefix)), default=0),
+            "max_token": max((self.journal.pieces[n]["max_token"] for n in range(self.pieces_packed)), default=0),
             "eos_id": tokenizer.eos_id if tokenizer else None,
             "shards": shards if tokenizer else [],
             "prepare": {
@@ -305,7 +279,7 @@ class SplitJob:
     def _summary(self) -> SplitReport:
         report = SplitReport(str(self.target.folder))
         report.histogram = [0] * BUCKETS
-        for number in range(self.prefix):
+        for number in range(self.pieces_packed):
             done = self.journal.pieces[number]
             report.documents += done["documents"] - done["empty"]
             report.bytes += done["bytes"]

@@ -1,19 +1,20 @@
-"""What a worker process does: load once, fork, and serve the two tasks of preparation.
+"""What a worker process does: load once, fork, and do the two tasks of a preparation.
 
-`tokenize`: a piece of the input to a part: its tokens (or texts) back to back in one file, the length of each document
-in another. `shard`: a range of the parts to a shard of the data set. Every worker does both, so nothing funnels
-through one process.
+`tokenize` turns a piece of the input into a part: its tokens (or texts) back to back in one file, the length of each
+document in another. `shard` turns a range of the parts into a shard of the dataset. Every worker does both, so no
+single process writes everything.
 """
 
 import contextlib
 import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,11 +22,10 @@ import xxhash
 from ingot.data.formats import mds_writer as mds
 from ingot.data.formats.indexed_writer import copy_into
 from ingot.data.prepare.documents import TextBlock
-from ingot.data.prepare.input_files import SourceFile
-from ingot.data.prepare.packing import PackingPlan, part_paths
+from ingot.data.prepare.packing import PackingPlan, ShardPlan, part_paths
 from ingot.data.prepare.pieces import Piece, read_piece
-from ingot.data.prepare.pool import Progress, receive, send
-from ingot.data.prepare.tokenize_engine import Engine, Rules, pick_engine
+from ingot.data.prepare.pool import Progress
+from ingot.data.prepare.tokenize_engine import Engine, pick_engine
 from ingot.errors import DataError, IngotError, disk_error
 
 LONGEST = 5  # documents named in the summary
@@ -33,8 +33,18 @@ _CHUNK_BYTES = 4 << 20  # of a shard at once
 BUCKETS = 32  # of the histogram of document lengths: bucket b counts lengths of b bits
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a worker does next, for the split that is built in `folder`."""
+
+    plan: PackingPlan
+    folder: Path
+    number: int
+    work: Piece | ShardPlan
+
+
 class TokenizeWorker:
-    """Does the tasks of one job: parts and shards are built in `folder`."""
+    """Makes the parts and shards of one split."""
 
     def __init__(self, plan: PackingPlan, folder: Path, engine: Engine | None):
         self.plan, self.folder, self.engine = plan, folder, engine
@@ -42,7 +52,7 @@ class TokenizeWorker:
 
     # ---- tokenize ----
 
-    def tokenize(self, number: int, piece: Piece, handed: bytes, progress: Progress) -> dict[str, Any]:
+    def tokenize(self, number: int, piece: Piece, progress: Progress) -> dict[str, Any]:
         """Turn a piece into a part, and say what was in it."""
         stats: dict[str, Any] = {"documents": 0, "units": 0, "bytes": 0, "empty": 0, "skipped": 0, "max_token": 0}
         stats |= {"bad": [], "longest": [], "histogram": [0] * BUCKETS}
@@ -55,7 +65,7 @@ class TokenizeWorker:
         find_cut = self.engine.find_cut if self.engine else lambda text, low, high: None
         try:
             with data_tmp.open("wb") as data_file, lengths_tmp.open("wb") as lengths_file:
-                for block in read_piece(piece, handed, self.plan.options, find_cut):
+                for block in read_piece(piece, self.plan.options, find_cut):
                     self._note_bad(block, stats)
                     if not block.texts:
                         if is_open:  # its end is bad: what has been written of it goes too
@@ -124,15 +134,15 @@ class TokenizeWorker:
 
     # ---- shard ----
 
-    def shard(self, number: int, parts: Sequence[Sequence[int]], irregular: bytes) -> dict[str, Any]:
-        """Write one shard from ranges [start, end) of parts; `irregular` holds sample starts, or lengths of texts."""
+    def shard(self, shard: ShardPlan) -> dict[str, Any]:
+        """Write one shard; returns its entry of index.json."""
         folder = self.folder / "shards"
         if self.plan.options.format == "indexed":
-            ((part, offset, _),) = parts
+            ((part, offset, _),) = shard.parts
             copy_into(folder / "tokens.bin", offset * self.dtype.itemsize, part_paths(self.folder, part)[0])
             return {}
         config = self.plan.shard_config
-        starts, ends, sizes = self._samples(parts, irregular)
+        starts, ends, sizes = self._samples(shard)
         begin = mds.shard_begin(sizes, config)
 
         def chunks() -> Iterator[bytes]:
@@ -140,24 +150,22 @@ class TokenizeWorker:
             first = 0
             while first < len(starts):
                 last = max(first + 1, int(np.searchsorted(ends, starts[first] + _CHUNK_BYTES // self.dtype.itemsize)))
-                yield self._body(parts, starts[first:last], ends[first:last])
+                yield self._body(shard.parts, starts[first:last], ends[first:last])
                 first = last
 
         total = len(begin) + int(sizes.sum())
-        return mds.write_shard(folder, number, chunks(), total, len(starts), config)
+        return mds.write_shard(folder, shard.number, chunks(), total, len(starts), config)
 
-    def _samples(self, parts: Sequence[Sequence[int]], irregular: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _samples(self, shard: ShardPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where each sample starts and ends in the parts, and its bytes in the shard; int64 [samples] each."""
         length = self.plan.options.concat_tokens
-        if self.engine is None:
-            lengths = np.frombuffer(irregular, dtype=np.int64)
-            ends = np.cumsum(lengths)
-            return ends - lengths, ends, lengths + 4
-        if irregular:
-            starts = np.frombuffer(irregular, dtype=np.int64)
-            ends = starts + length
+        if shard.text_sizes is not None:
+            ends = np.cumsum(shard.text_sizes)
+            return ends - shard.text_sizes, ends, shard.text_sizes + 4
+        if shard.sample_starts is not None:
+            starts, ends = shard.sample_starts, shard.sample_starts + length
         else:
-            total = sum(end - start for _, start, end in parts)
+            total = sum(end - start for _, start, end in shard.parts)
             starts = np.arange(0, total, length, dtype=np.int64)
             ends = np.minimum(starts + length, total)
         width = self.dtype.itemsize
@@ -195,13 +203,6 @@ class TokenizeWorker:
             at += last - first
         return stream
 
-    def run(self, head: dict[str, Any], blob: bytes, progress: Progress) -> dict[str, Any]:
-        """Do one task as it comes over the pipe."""
-        if head["task"] == "shard":
-            return self.shard(head["number"], head["parts"], blob)
-        files = tuple(SourceFile(**file) for file in head["piece"]["files"])
-        return self.tokenize(head["number"], Piece(**{**head["piece"], "files": files}), blob, progress)
-
 
 def frame(
     ids: np.ndarray, lengths: np.ndarray, before: list[int], after: list[int], dtype: np.dtype
@@ -233,69 +234,63 @@ def _location(block: TextBlock, index: int, piece: Piece) -> str:
     return f"{block.path}:{record + 1}" if block.record_count > 1 else block.path
 
 
+def run_task(task: Task, engine: Engine | None, progress: Progress) -> dict[str, Any]:
+    """Do a task, whatever it is."""
+    worker = TokenizeWorker(task.plan, task.folder, engine)
+    if isinstance(task.work, Piece):
+        return worker.tokenize(task.number, task.work, progress)
+    return worker.shard(task.work)
+
+
 def main() -> None:
-    """Load, choose the engine, fork once for each socket named on the command line, and wait for all to end."""
+    """Load the engine, fork a worker for each pipe (the file descriptors on the command line), wait for all to end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what Ctrl-C means
-    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:] if number.isdigit()]
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up among the replies
-    engine = _load(replies) if "tokenizes" in sys.argv else None
-    gc.freeze()  # what is shared stays shared
-    for mine in sockets:
-        if os.fork() == 0:
-            for other in sockets:
-                if other is not mine:
-                    other.close()
-            _serve(mine, engine)
-    for each in sockets:
-        each.close()
-    for _ in sockets:
-        os.wait()
-    os._exit(0)
-
-
-def _load(replies: IO[bytes]) -> Engine:
-    """The engine for the tokenizer that comes over standard input; ends the process if there is none."""
-    with contextlib.suppress(ImportError):
-        import awkward  # type: ignore[import-untyped]  # noqa: F401  needed by gigatoken; now the caller is still busy
-    request = receive(sys.stdin.buffer)
-    if request is None:
-        sys.exit()
+    control, *pipes = (Connection(int(number)) for number in sys.argv[1:])
     try:
-        engine = pick_engine(Rules(**request[0]["rules"]), request[0]["wanted"])
+        if control.recv():
+            with contextlib.suppress(ImportError):
+                import awkward  # type: ignore[import-untyped]  # noqa: F401  gigatoken needs it; the caller is still busy
+        rules, wanted = control.recv()
+        engine = pick_engine(rules, wanted) if rules else None
+    except EOFError:  # the caller has ended
+        return
     except IngotError as error:
-        send(replies, {"error": str(error), "kind": type(error).__name__})
-        sys.exit()
-    send(replies, {"name": engine.name, "reason": engine.reason})
-    return engine
+        control.send(("error", error))
+        return
+    gc.freeze()  # keep shared memory shared
+    pids = []
+    for pipe in pipes:
+        if (pid := os.fork()) == 0:
+            for other in (control, *pipes):
+                if other is not pipe:
+                    other.close()
+            _serve(pipe, engine)
+        pids.append(pid)
+    control.send(("done", (pids, engine.name if engine else "none", engine.reason if engine else "")))
+    for pipe in pipes:
+        pipe.close()
+    for _ in pids:
+        os.wait()
 
 
-def _serve(connection: socket.socket, engine: Engine | None) -> None:
-    """Do tasks until the socket ends; never returns."""
-    stream = connection.makefile("rwb")
-    worker: TokenizeWorker | None = None
+def _serve(pipe: Connection, engine: Engine | None) -> None:
+    """Do tasks until the pipe closes; never returns."""
     try:
-        while (request := receive(stream)) is not None:
-            head, blob = request
-            del request
-            if "plan" in head:
-                worker = TokenizeWorker(PackingPlan.model_validate(head["plan"]), Path(head["folder"]), engine)
-                send(stream, {"pid": os.getpid()})
-                continue
-            assert worker is not None
+        while True:
+            task = pipe.recv()
             try:
-                done = worker.run(head, blob, lambda counts: send(stream, {"progress": counts}))
+                answer: Any = "done", run_task(task, engine, lambda counts: pipe.send(("progress", counts)))
             except IngotError as error:
-                send(stream, {"error": str(error), "kind": type(error).__name__})
-            else:
-                send(stream, {"done": done})
-            blob = b""
-    except (BrokenPipeError, ConnectionResetError):
+                answer = "error", error
+            pipe.send(answer)
+            del task, answer
+    except (EOFError, ConnectionError):
         pass  # the caller has ended
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    os._exit(0)  # without the clean-up of an interpreter, which takes a tenth of a second
+    os._exit(0)  # skips the interpreter's clean-up, which takes a tenth of a second
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)
