@@ -134,7 +134,7 @@ def test_neither_the_same_share_nor_the_last_process_starts_beside_one(
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"share": (3, 3)}, "counts from 0"), ({"share": (0, 3), "reprocess": True}, "remove the old result first")],
+    [({"share": (3, 3)}, "K from 0 to N-1"), ({"share": (0, 3), "reprocess": True}, "remove the old result first")],
 )
 def test_an_impossible_share_is_refused(
     options: dict[str, Any], reason: str, corpus: Path, tokenizer: Tokenizer, tmp_path: Path
@@ -147,5 +147,5 @@ def test_an_impossible_share_is_refused(
 def test_the_command_takes_a_share(corpus: Path, data: Path, tmp_path: Path, ingot: Callable[..., Any]) -> None:
     command = ["prepare", "--path", str(corpus), "--out_root", "out", "--tokenizer", str(data / "tokenizer")]
     assert "share 0/1 is done: 240 documents" in ingot(*command, "--share", "0/1").stdout
-    assert "share='1': give K/N" in ingot(*command, "--share", "1", check=False).stderr
+    assert "share = '1': must be K/N" in ingot(*command, "--share", "1", check=False).stderr
     assert "240 documents" in ingot(*command).stdout

@@ -1,17 +1,16 @@
-"""The options of a preparation, each declared once.
-
-They are the options of `ingot prepare`, the keywords of `ingot.prepare`, and part of what workers are told. The
-docstring of a field is its help.
-"""
+"""The options of a preparation, each declared once: they are the options of `ingot prepare` and the keywords of
+`ingot.prepare`. The docstring of a field is its help."""
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from ingot.config.base import Section, closest_key
+from ingot.config.base import Section, rule_error
+from ingot.config.error_messages import Origins, error_messages
 from ingot.config.names import plain_name
 from ingot.errors import DataError
 from ingot.storage.byte_sizes import parse_bytes
@@ -23,12 +22,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _share(value: Any) -> Any:
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", value)
+        value = tuple(map(int, match.groups())) if match else ()
+    if value is None or (len(value) == 2 and 0 <= value[0] < value[1]):
         return value
-    turn, slash, turns = value.partition("/")
-    if not (slash and turn.isdecimal() and turns.isdecimal()):
-        raise ValueError("give K/N, such as 0/3, 1/3 and 2/3 for three processes")
-    return int(turn), int(turns)
+    raise ValueError("must be K/N with K from 0 to N-1, such as 0/3, 1/3 and 2/3 for three processes")
 
 
 Bytes = Annotated[int, BeforeValidator(lambda value: parse_bytes(value) if isinstance(value, str) else value)]
@@ -57,7 +56,7 @@ class PrepareOptions(Section):
     """train, val, train_small, ...: plain names; several only with --dataset."""
     tokenizer: str | None = Field(None, json_schema_extra=flags("--tokenizer", "--tokenizer_model"))
     """Folder, tokenizer.json or hub id; none keeps text as text (MDS column `text`)."""
-    concat_tokens: int = 2048
+    concat_tokens: int = Field(2048, ge=1)
     """Tokens of one MDS sample."""
     bos_text: str = ""
     """Text before each document."""
@@ -73,20 +72,20 @@ class PrepareOptions(Section):
     """MDS shards, or Megatron's .bin/.idx (the default with --output_prefix)."""
     compression: str | None = None
     """zstd or zstd:LEVEL, for MDS."""
-    size_limit: Bytes = Field(1 << 26, json_schema_extra={"shown": "64MiB"})
-    """Size of one MDS shard before compression."""
+    size_limit: Bytes = Field(1 << 26, ge=1 << 10, lt=1 << 32, json_schema_extra={"shown": "64MiB"})
+    """Size of one MDS shard before compression: from 1 KiB to 4 GiB, since its offsets have 32 bits."""
     token_type: Literal["auto", "uint16", "uint32", "int32", "int64"] = "auto"
-    """Integer type of the tokens; auto is the narrowest that holds the vocabulary."""
+    """Integer type of the tokens; auto: the narrowest that holds the vocabulary."""
     json_keys: Names = Field(("text",), json_schema_extra=flags("--json_keys", "--jsonl_keys"))
     """Field or column that holds the text."""
-    num_workers: int | None = Field(None, json_schema_extra=flags("--num_workers", "--workers", "--processes"))
+    num_workers: int | None = Field(None, ge=0, json_schema_extra=flags("--num_workers", "--workers", "--processes"))
     """Worker processes; 0 does the work in this one. Default: one per core."""
     memory: Bytes = Field(1_500_000_000, json_schema_extra={"shown": "1.5GB"})
     """Memory that all processes together should stay below; limits the default number of workers."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do at a record that is not a document."""
+    """What to do with a record that is not a document."""
     engine: Literal["auto", "gigatoken", "hf"] = "auto"
-    """Tokenizer library; auto is the fastest one with the same ids as Hugging Face's."""
+    """Tokenizer library; auto: the fastest one with the same ids as Hugging Face's."""
     reprocess: bool = False
     """Remove an earlier result of prepare and start again. A folder that prepare did not write is refused."""
     share: Share | None = None
@@ -103,7 +102,7 @@ class PrepareOptions(Section):
 
     @property
     def key(self) -> str:
-        """The field or column that holds the text, where there is one."""
+        """The field or column that holds the text, if there is only one."""
         return self.json_keys[0]
 
     @property
@@ -118,87 +117,45 @@ class PrepareOptions(Section):
             raise ValueError("the tokenizer is saved in the folder of this name; choose another name")
         return plain_name(value)
 
-    @field_validator("size_limit")
-    @classmethod
-    def _check_size(cls, value: int) -> int:
-        if not 1 << 10 <= value < 1 << 32:
-            raise ValueError("a shard is between 1 KiB and 4 GiB, since its offsets are 32 bits wide")
-        return value
-
     @field_validator("compression")
     @classmethod
     def _check_compression(cls, value: str | None) -> str | None:
-        kind, _, level = (value or "zstd").partition(":")
-        if kind != "zstd" or (level and not (level.isdecimal() and 1 <= int(level) <= 22)):
-            raise ValueError("known are zstd and zstd:LEVEL with a level from 1 to 22")
+        if value and not re.fullmatch("zstd(:([1-9]|1[0-9]|2[0-2]))?", value):
+            raise ValueError("use zstd or zstd:LEVEL with a level from 1 to 22")
         return value or None
-
-    @field_validator("concat_tokens")
-    @classmethod
-    def _check_sample(cls, value: int) -> int:
-        if value < 1:
-            raise ValueError("a sample needs at least one token")
-        return value
-
-    @field_validator("num_workers")
-    @classmethod
-    def _check_workers(cls, value: int | None) -> int | None:
-        if value is not None and value < 0:
-            raise ValueError("must be 0 (this process) or more")
-        return value
-
-    @field_validator("share")
-    @classmethod
-    def _check_share(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
-        if value and not 0 <= value[0] < value[1]:
-            raise ValueError("the first number counts from 0 and stays below the second")
-        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> "PrepareOptions":
-        indexed = self.format == "indexed"
         if self.share and self.reprocess:
-            raise ValueError("reprocess: each share would remove what the others did; remove the old result first")
-        if len(self.json_keys) > 1 and not indexed:
-            raise ValueError("several json_keys need format=indexed: an MDS data set here has one column")
-        if self.output_prefix and not indexed:
-            raise ValueError("output_prefix names Megatron's files; for format=mds give out_root")
-        if self.compression and indexed:
-            raise ValueError("compression: the indexed format is read in place and cannot be compressed")
-        if self.tokenizer is None and indexed:
-            raise ValueError("the indexed format holds tokens: give a tokenizer")
-        if self.no_wrap and indexed:
-            raise ValueError("no_wrap: the indexed format keeps whole documents, nothing is wrapped")
-        if self.token_type == "uint32" and indexed:
-            raise ValueError("token_type='uint32': known are auto, uint16, int32 and int64 in the indexed format")
-        for name in self.json_keys if indexed else ():  # they name files
+            raise rule_error("reprocess", "each share would remove what the others did; remove the old result first")
+        if self.format == "mds":
+            if len(self.json_keys) > 1:
+                raise rule_error("json_keys", "several need format=indexed: an MDS dataset here has one column")
+            if self.output_prefix:
+                raise rule_error("output_prefix", "names Megatron's files; use out_root with format=mds")
+            return self
+        if self.compression:
+            raise rule_error("compression", "the indexed format is read in place and cannot be compressed")
+        if self.tokenizer is None:
+            raise rule_error("tokenizer", "is missing; the indexed format holds tokens, not text")
+        if self.no_wrap:
+            raise rule_error("no_wrap", "the indexed format keeps whole documents, nothing is wrapped")
+        if self.token_type == "uint32":
+            raise rule_error("token_type", "uint32 does not exist in the indexed format; use auto, int32 or int64")
+        for name in self.json_keys:  # they name files
             try:
                 plain_name(name)
             except ValueError as error:
-                raise ValueError(f"json_keys={name!r}: {error}") from None
+                raise rule_error("json_keys", f"{name!r} {error}") from None
         return self
 
 
 def check_options(values: dict[str, Any]) -> PrepareOptions:
-    """Options from plain values; what is wrong becomes one sentence each."""
+    """Options from plain values; each problem becomes one sentence."""
     try:
         return PrepareOptions.model_validate(values)
     except ValidationError as error:
-        raise DataError("\n".join(_describe(problem) for problem in error.errors()[:8])) from None
-
-
-def _describe(problem: Any) -> str:
-    name = ".".join(map(str, problem["loc"][:1]))
-    if problem["type"] == "extra_forbidden":
-        closest = closest_key(name, PrepareOptions)
-        return f"{name}: there is no such option{f'; did you mean {closest}?' if closest else ''}"
-    reason = problem["msg"].removeprefix("Value error, ")
-    if not name:
-        return str(reason)
-    if problem["type"] == "literal_error":
-        known = get_args(PrepareOptions.model_fields[name].annotation)
-        reason = f"known are {', '.join(known[:-1])} and {known[-1]}"
-    return f"{name}={str(problem['input'])[:60]!r}: {reason}"
+        raise DataError("\n".join(error_messages(error, PrepareOptions, Origins())[:8])) from None
 
 
 def takes_options(function: F) -> F:
