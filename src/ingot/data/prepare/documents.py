@@ -1,7 +1,7 @@
 """Documents from streams of jsonl and plain text, in blocks of bounded size.
 
-A record that is not a document (a broken line, a missing field, invalid UTF-8) is not an exception here but an entry of
-its block, with the number of the record, so that the caller decides between stopping and skipping it.
+A record that is not a document (a broken line, a missing field, invalid UTF-8) does not raise: its number and the
+problem are part of its block, so that the caller can stop or skip it.
 """
 
 import codecs
@@ -21,16 +21,15 @@ from ingot.data.prepare.options import PrepareOptions
 BLOCK_BYTES = 8 << 20
 
 FindCut = Callable[[str, int, int], int | None]
-"""Where a huge text may be cut between two places, if anywhere."""
+"""Finds where a huge text may be cut between two positions, if anywhere."""
 
 
 @dataclass
 class TextBlock:
-    """Some documents, and which records were no documents."""
+    """Some documents, and the records that are not documents."""
 
-    texts: list[bytes]  # UTF-8, which is what the fast engine takes
-    records: np.ndarray | None  # record number of each text within the piece's file, or None: first_record + i
-    first_record: int
+    texts: list[bytes]  # UTF-8, as the fast engine needs it
+    records: np.ndarray  # number of each text's line or row in its file, from 0
     bad: list[tuple[int, str]]  # (record, what is wrong)
     record_count: int  # lines or rows read, bad and blank ones included
     path: str
@@ -38,8 +37,8 @@ class TextBlock:
 
 
 def cut_lines(stream: IO[bytes], options: PrepareOptions) -> Iterator[bytes]:
-    """A stream in blocks of whole lines, of about BLOCK_BYTES each. Of an overlong line only so much is kept that it
-    can be seen to be one."""
+    """A stream in blocks of whole lines, of about BLOCK_BYTES each. Of a line that is too long only the first part is
+    kept, enough to recognize it as such."""
     rest: list[bytes] = []
     size, limit = 0, options.max_document_bytes
     while data := stream.read(BLOCK_BYTES):
@@ -56,7 +55,7 @@ def cut_lines(stream: IO[bytes], options: PrepareOptions) -> Iterator[bytes]:
 
 
 def newlines(data: bytes) -> int:
-    """How many there are; `bytes.count` is four times slower."""
+    """The number of newlines; `bytes.count` takes four times as long."""
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
@@ -81,14 +80,14 @@ def jsonl_block(data: bytes, first: int, path: str, options: PrepareOptions) -> 
     if len(data) <= options.max_document_bytes:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             rows = _line_decoder(options.key).decode_lines(data)
-            # decode_lines cares little about where lines end, so an equal count is required before it is believed
+            # decode_lines ignores where lines end, so its result counts only if there is one row per line
             if len(rows) == lines:
-                return TextBlock([row.value.encode() for row in rows], None, first, [], lines, path)
+                return TextBlock([row.value.encode() for row in rows], np.arange(first, first + lines), [], lines, path)
     return _jsonl_slowly(data, first, path, options)
 
 
 def _jsonl_slowly(data: bytes, first: int, path: str, options: PrepareOptions) -> TextBlock:
-    """Line by line, to say what is wrong with each, and to take what only Python's parser takes (NaN, a BOM)."""
+    """Line by line, to say what is wrong with each, and to accept what only Python's parser does (NaN, a BOM)."""
     decoder = _line_decoder(options.key)
     batch = TextBatch(path)
     lines = data.split(b"\n")
@@ -99,13 +98,13 @@ def _jsonl_slowly(data: bytes, first: int, path: str, options: PrepareOptions) -
             continue
         if len(line) > options.max_document_bytes:
             limit = f"max_document_bytes={options.max_document_bytes:,}"
-            batch.add(number, b"", f"a line of more than {limit}; raise it if that is really one document")
+            batch.add(number, b"", f"a line of more than {limit}; raise it if this is really one document")
             continue
         try:
             batch.add(number, decoder.decode(line).value.encode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             batch.add(number, *_parse_line(line, options.key))
-    return TextBlock(batch.texts, np.array(batch.records, np.int64), first, batch.bad, len(lines), path)
+    return TextBlock(batch.texts, np.array(batch.records, np.int64), batch.bad, len(lines), path)
 
 
 def _parse_line(line: bytes, key: str) -> tuple[bytes, str]:
@@ -142,6 +141,7 @@ def _json_type(value: Any) -> str:
 def read_text(stream: IO[bytes], path: str, options: PrepareOptions, find_cut: FindCut) -> Iterator[TextBlock]:
     """A text file is one document; a huge one comes in several blocks, cut where its tokens do not change."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    only = np.zeros(1, np.int64)  # the number of the one document
     text = ""
     size = 0
     while True:
@@ -155,23 +155,23 @@ def read_text(stream: IO[bytes], path: str, options: PrepareOptions, find_cut: F
         if data and not problem and len(text) >= BLOCK_BYTES:
             cut = find_cut(text, BLOCK_BYTES // 2, len(text) - 1)
             if cut is not None:
-                yield TextBlock([text[:cut].encode()], None, 0, [], 0, path, ends=False)
+                yield TextBlock([text[:cut].encode()], only, [], 0, path, ends=False)
                 text = text[cut:]
             elif size > options.max_document_bytes:
                 problem = f"a document over max_document_bytes={options.max_document_bytes:,}"
         if problem:
-            yield TextBlock([], None, 0, [(0, problem)], 1, path)
+            yield TextBlock([], only[:0], [(0, problem)], 1, path)
             return
         if not data:
             break
-    yield TextBlock([text.encode()], None, 0, [], 1, path)
+    yield TextBlock([text.encode()], only, [], 1, path)
 
 
 class TextBatch:
-    """Collects texts to a block of bounded size."""
+    """Collects the texts of a block of bounded size."""
 
     def __init__(self, path: str):
-        self.path, self.first, self.last = path, 0, 0  # last: the record of the last text
+        self.path, self.last = path, 0  # last: the record of the last text
         self._clear()
 
     def _clear(self) -> None:
@@ -196,7 +196,6 @@ class TextBatch:
 
     def take(self) -> TextBlock:
         count = len(self.texts) + len(self.bad)
-        block = TextBlock(self.texts, np.array(self.records, np.int64), self.first, self.bad, count, self.path)
-        self.first += count
+        block = TextBlock(self.texts, np.array(self.records, np.int64), self.bad, count, self.path)
         self._clear()
         return block

@@ -1,14 +1,14 @@
-"""Data sets of the Hugging Face hub, streamed: nothing is downloaded before it is used.
+"""Datasets of the Hugging Face hub, streamed: nothing is downloaded before it is used.
 
-The hub answers many readers with "too many requests". The stream then begins again, after a pause that doubles, just
-behind the last document that arrived.
+The hub often answers "too many requests". The stream is then opened again, after a pause that doubles, right after the
+last document that arrived.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ingot.data.prepare.documents import BLOCK_BYTES, TextBatch, TextBlock, text_of
+from ingot.data.prepare.documents import TextBatch, TextBlock, text_of
 from ingot.data.prepare.input_files import HUB
 from ingot.data.prepare.options import PrepareOptions
 from ingot.errors import DataError, MissingExtra
@@ -18,7 +18,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 120.0
 
 
 def read_hub(url: str, options: PrepareOptions) -> Iterator[TextBlock]:
-    """The documents of a data set named by `hub_source`, in blocks."""
+    """The documents of a dataset named by `hub_source`, in blocks."""
     dataset, _, rest = url.removeprefix(HUB).partition("?")
     subset, _, split = rest.partition("#")
     yield from read_records(lambda done: _open(dataset, subset or None, split, done), url, options)
@@ -30,7 +30,7 @@ def read_records(
     options: PrepareOptions,
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[TextBlock]:
-    """Blocks of the records of a stream that can be opened behind its first n records, and may break at any of them."""
+    """Blocks of the records of a stream that can be opened after its first n records, and may break at any record."""
     batch = TextBatch(name)
     done = failures = 0
     while True:
@@ -39,7 +39,7 @@ def read_records(
                 batch.add(done, *text_of(record, options.key))
                 done += 1
                 failures = 0
-                if batch.size >= BLOCK_BYTES:
+                if batch.is_full:
                     yield batch.take()
             break
         except (OSError, RuntimeError) as error:
@@ -54,9 +54,9 @@ def _open(dataset: str, subset: str | None, split: str, done: int) -> Iterator[d
     try:
         from datasets import load_dataset
     except ImportError:
-        raise MissingExtra("reading a data set of the Hugging Face hub", "hf") from None
+        raise MissingExtra("reading a dataset of the Hugging Face hub", "hf") from None
     try:
         stream = load_dataset(dataset, subset, split=split, streaming=True)
-    except (ValueError, FileNotFoundError) as error:  # no such data set, subset or split
+    except (ValueError, FileNotFoundError) as error:  # no such dataset, subset or split
         raise DataError(f"{dataset}: cannot be opened on the hub: {str(error).splitlines()[0][:200]}") from None
     return iter(stream.skip(done) if done else stream)

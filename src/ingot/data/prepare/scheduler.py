@@ -14,7 +14,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ingot.data.prepare.packing import PackingPlan, ShardPlan, make_packer, part
 from ingot.data.prepare.pieces import Piece, plan_pieces
 from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
-from ingot.data.prepare.worker import BUCKETS, LONGEST, Task
+from ingot.data.prepare.worker import DocumentStats, Task
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, IngotError, disk_error
 from ingot.storage.atomic import write_json
@@ -219,7 +219,8 @@ class SplitJob:
 
     def _assemble(self) -> SplitReport:
         """Index and metadata, then the final name."""
-        target, report = self.target, self._summary()
+        target, total = self.target, self._total()
+        report = self._summary(total)
         if not report.tokens and not report.bytes:
             raise DataError(f"no text in {len(self.files)} input files, the first being {self.files[0].path}")
         entries = [self.journal.shards[k] for k in sorted(self.journal.shards)]
@@ -244,7 +245,7 @@ class SplitJob:
             left.unlink(missing_ok=True)  # a run that was killed was writing them
         if self.tokenizer:
             self.tokenizer.save(target.tokenizer_folder)
-        write_json(built / "meta.json", self._meta(report, shards))
+        write_json(built / "meta.json", self._meta(report, shards, total.max_token))
         if target.stem is None:
             if target.folder.exists():
                 target.folder.rmdir()  # it is empty, or the run would have been refused
@@ -256,7 +257,15 @@ class SplitJob:
             (built / "tokens.idx").replace(target.folder / f"{target.stem}.idx")  # last: without it there is no pair
         return report
 
-    def _meta(self, report: SplitReport, shards: list[dict[str, Any]]) -> dict[str, Any]:
+    def _total(self) -> DocumentStats:
+        """What was in all pieces that the packer took."""
+        total = DocumentStats()
+        for number in range(self.pieces_packed):
+            done = self.journal.pieces[number]
+            total.add(DocumentStats(**{f.name: done[f.name] for f in fields(DocumentStats)}))
+        return total
+
+    def _meta(self, report: SplitReport, shards: list[dict[str, Any]], max_token: int) -> dict[str, Any]:
         tokenizer, options = self.tokenizer, self.plan.options
         return {
             "version": 1,
@@ -265,7 +274,7 @@ class SplitJob:
             "documents": report.documents,
             "bytes": report.bytes,
             "vocab_size": tokenizer.vocab_size if tokenizer else None,
-            "max_token": max((self.journal.pieces[n]["max_token"] for n in range(self.pieces_packed)), default=0),
+            "max_token": max_token,
             "eos_id": tokenizer.eos_id if tokenizer else None,
             "shards": shards if tokenizer else [],
             "prepare": {
@@ -276,27 +285,23 @@ class SplitJob:
             },
         }
 
-    def _summary(self) -> SplitReport:
-        report = SplitReport(str(self.target.folder))
-        report.histogram = [0] * BUCKETS
-        for number in range(self.pieces_packed):
-            done = self.journal.pieces[number]
-            report.documents += done["documents"] - done["empty"]
-            report.bytes += done["bytes"]
-            report.skipped += done["skipped"]
-            report.empty += done["empty"]
-            report.tokens += done["units"]
-            report.histogram = [a + b for a, b in zip(report.histogram, done["histogram"], strict=True)]
-            longest = [*report.longest, *((int(size), str(where)) for size, where in done["longest"])]
-            report.longest = sorted(longest, key=lambda pair: -pair[0])[:LONGEST]
-            report.bad_records = [*report.bad_records, *done["bad"]][:LONGEST]
+    def _summary(self, total: DocumentStats) -> SplitReport:
+        report = SplitReport(
+            str(self.target.folder),
+            documents=total.documents - total.empty,
+            tokens=total.units if self.tokenizer else 0,
+            bytes=total.bytes,
+            skipped=total.skipped,
+            empty=total.empty,
+            histogram=total.histogram,
+            longest=total.longest,
+            bad_records=total.bad,
+        )
         kept = sum(self.packer.shard_units)
         if self.plan.options.format == "mds" and self.tokenizer and kept != report.tokens:
             # samples were dropped: at the end, or by no_wrap
-            report.is_estimate = True
             share = kept / report.tokens if report.tokens else 0.0
+            report.is_estimate = True
             report.bytes, report.documents = round(report.bytes * share), round(report.documents * share)
             report.tokens = kept
-        if not self.tokenizer:
-            report.tokens = 0
         return report

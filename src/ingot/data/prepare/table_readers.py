@@ -150,11 +150,9 @@ def _column_block(column: Any, first: int, path: str) -> TextBlock:
                 wrong[row] = f"invalid UTF-8 at byte {error.start + 1}"
     if whole.null_count:
         wrong |= dict.fromkeys(np.flatnonzero(whole.is_null().to_numpy(False)).tolist(), "null, not text")
-    if not wrong:
-        return TextBlock(texts, None, first, [], len(whole), path)
-    right = [row for row in range(len(texts)) if row not in wrong]
     bad = [(first + row, wrong[row]) for row in sorted(wrong)]
-    return TextBlock([texts[row] for row in right], np.array(right, np.int64) + first, first, bad, len(whole), path)
+    rows = np.setdiff1d(np.arange(len(texts)), list(wrong))
+    return TextBlock([texts[row] for row in rows.tolist()], rows + first, bad, len(whole), path)
 
 
 def column_bytes(table: Any, group: int, name: str) -> int:

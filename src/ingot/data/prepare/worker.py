@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,31 @@ from ingot.errors import DataError, IngotError, disk_error
 
 LONGEST = 5  # documents named in the summary
 _CHUNK_BYTES = 4 << 20  # of a shard at once
-BUCKETS = 32  # of the histogram of document lengths: bucket b counts lengths of b bits
+BUCKETS = 32
+
+
+@dataclass
+class DocumentStats:
+    """Counts of some documents. A unit is a token, or a byte where text stays text."""
+
+    documents: int = 0  # empty ones included
+    empty: int = 0
+    units: int = 0
+    bytes: int = 0
+    skipped: int = 0  # bad records
+    max_token: int = 0
+    histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)  # entry b: documents whose length has b bits
+    longest: list[tuple[int, str]] = field(default_factory=list)  # (units, where)
+    bad: list[str] = field(default_factory=list)  # the first few bad records
+
+    def add(self, other: "DocumentStats") -> None:
+        """Count more documents, which come after these."""
+        for name in ("documents", "empty", "units", "bytes", "skipped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.max_token = max(self.max_token, other.max_token)
+        self.histogram = [a + b for a, b in zip(self.histogram, other.histogram, strict=True)]
+        self.longest = sorted([*self.longest, *other.longest], key=lambda pair: -pair[0])[:LONGEST]
+        self.bad = [*self.bad, *other.bad][:LONGEST]
 
 
 @dataclass(frozen=True)
@@ -53,30 +77,28 @@ class TokenizeWorker:
     # ---- tokenize ----
 
     def tokenize(self, number: int, piece: Piece, progress: Progress) -> dict[str, Any]:
-        """Turn a piece into a part, and say what was in it."""
-        stats: dict[str, Any] = {"documents": 0, "units": 0, "bytes": 0, "empty": 0, "skipped": 0, "max_token": 0}
-        stats |= {"bad": [], "longest": [], "histogram": [0] * BUCKETS}
+        """Turn a piece into a part; returns its `DocumentStats` as plain values, and the hash of its data."""
+        stats = DocumentStats()
         data_path, lengths_path = part_paths(self.folder, number)
         data_tmp, lengths_tmp = (p.with_name(f"{p.name}.{os.getpid()}.tmp") for p in (data_path, lengths_path))
         digest = xxhash.xxh3_64()
-        open_length = 0  # tokens so far of a document that goes on in the next block
+        open_length = 0  # tokens so far of a document that continues in the next block
         is_open = False
-        begun = (digest.copy(), 0, 0, 0)  # what there was before that document: hash, position, units, bytes
+        before_open = (digest.copy(), 0, 0, 0)  # hash, position, units and bytes before that document
         find_cut = self.engine.find_cut if self.engine else lambda text, low, high: None
         try:
             with data_tmp.open("wb") as data_file, lengths_tmp.open("wb") as lengths_file:
                 for block in read_piece(piece, self.plan.options, find_cut):
-                    self._note_bad(block, stats)
+                    stats.add(self._bad_records(block))
                     if not block.texts:
-                        if is_open:  # its end is bad: what has been written of it goes too
-                            digest, position, stats["units"], stats["bytes"] = begun
+                        if is_open:  # its end is bad: remove what has been written of it
+                            digest, position, stats.units, stats.bytes = before_open
                             data_file.seek(position)
                             data_file.truncate()
                         is_open, open_length = False, 0
                         continue
                     if not is_open:
-                        begun = (digest.copy(), data_file.tell(), stats["units"], stats["bytes"])
-                    size = sum(map(len, block.texts))
+                        before_open = (digest.copy(), data_file.tell(), stats.units, stats.bytes)
                     values, lengths = self._encode(block.texts, starts=not is_open, ends=block.ends)
                     lengths[0] += open_length
                     is_open = not block.ends
@@ -85,8 +107,9 @@ class TokenizeWorker:
                     digest.update(values)
                     data_file.write(values)
                     lengths_file.write(closed.astype("<i4").tobytes())
-                    self._note(block, closed, values, size, piece, stats)
-                    progress({"documents": len(closed), "units": len(values), "bytes": size})
+                    counted = _count(block, closed, values, piece)
+                    stats.add(counted)
+                    progress({"documents": counted.documents, "units": counted.units, "bytes": counted.bytes})
             data_tmp.replace(data_path)
             lengths_tmp.replace(lengths_path)
         except OSError as error:
@@ -94,7 +117,7 @@ class TokenizeWorker:
         finally:
             data_tmp.unlink(missing_ok=True)
             lengths_tmp.unlink(missing_ok=True)
-        return {**stats, "hash": digest.hexdigest()}
+        return {**asdict(stats), "hash": digest.hexdigest()}
 
     def _encode(self, texts: list[bytes], starts: bool, ends: bool) -> tuple[Any, np.ndarray]:
         """Documents to what is stored, back to back, and the length of each in tokens (or bytes, for text)."""
@@ -107,30 +130,14 @@ class TokenizeWorker:
             before, after = before if starts else [], after if ends else []
         return frame(ids, lengths, before, after, self.dtype)
 
-    def _note_bad(self, block: TextBlock, stats: dict[str, Any]) -> None:
+    def _bad_records(self, block: TextBlock) -> DocumentStats:
+        bad = []
         for record, problem in block.bad:
             where = f"{block.path}:{record + 1}" if block.record_count > 1 or record else block.path
             if self.plan.options.on_error == "stop":
-                raise DataError(f"{where}: {problem}; correct it, or leave such records out with on_error=skip")
-            if len(stats["bad"]) < LONGEST:
-                stats["bad"].append(f"{where}: {problem}")
-        stats["skipped"] += len(block.bad)
-
-    def _note(
-        self, block: TextBlock, lengths: np.ndarray, values: Any, size: int, piece: Piece, stats: dict[str, Any]
-    ) -> None:
-        stats["documents"] += len(lengths)
-        stats["empty"] += int(np.count_nonzero(lengths == 0))
-        stats["bytes"] += size
-        stats["units"] += len(values)
-        if isinstance(values, np.ndarray) and len(values):
-            stats["max_token"] = max(stats["max_token"], int(values.max()))
-        bits = np.frexp(lengths.astype(np.float64))[1]  # number of bits of each length; 0 for 0
-        for bucket, count in enumerate(np.bincount(bits, minlength=BUCKETS)[:BUCKETS].tolist()):
-            stats["histogram"][bucket] += count
-        top = np.argsort(-lengths, kind="stable")[:LONGEST]
-        found = [[int(lengths[i]), _location(block, int(i), piece)] for i in top]
-        stats["longest"] = sorted(stats["longest"] + found, key=lambda pair: -pair[0])[:LONGEST]
+                raise DataError(f"{where}: {problem}; fix it, or skip such records with on_error=skip")
+            bad.append(f"{where}: {problem}")
+        return DocumentStats(skipped=len(bad), bad=bad[:LONGEST])
 
     # ---- shard ----
 
@@ -227,11 +234,25 @@ def frame(
     return framed, new_lengths
 
 
+def _count(block: TextBlock, lengths: np.ndarray, values: Any, piece: Piece) -> DocumentStats:
+    """Count the documents of a block that have ended, by their lengths, and all of its tokens."""
+    bits = np.frexp(lengths.astype(np.float64))[1]  # number of bits of each length; 0 for 0
+    longest = np.argsort(-lengths, kind="stable")[:LONGEST].tolist()
+    return DocumentStats(
+        documents=len(lengths),
+        empty=int(np.count_nonzero(lengths == 0)),
+        units=len(values),
+        bytes=sum(map(len, block.texts)),
+        max_token=int(values.max()) if isinstance(values, np.ndarray) and len(values) else 0,
+        histogram=np.bincount(bits, minlength=BUCKETS)[:BUCKETS].tolist(),
+        longest=[(int(lengths[i]), _location(block, i, piece)) for i in longest],
+    )
+
+
 def _location(block: TextBlock, index: int, piece: Piece) -> str:
-    if piece.how == "range":
-        return f"{block.path} (bytes {piece.start:,} to {piece.end:,})" if piece.start else f"{block.path}:{index + 1}"
-    record = int(block.records[index]) if block.records is not None else block.first_record + index
-    return f"{block.path}:{record + 1}" if block.record_count > 1 else block.path
+    if piece.how == "range" and piece.start:
+        return f"{block.path} (bytes {piece.start:,} to {piece.end:,})"
+    return f"{block.path}:{block.records[index] + 1}" if block.record_count > 1 else block.path
 
 
 def run_task(task: Task, engine: Engine | None, progress: Progress) -> dict[str, Any]:
