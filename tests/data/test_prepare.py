@@ -730,7 +730,7 @@ def test_several_splits_of_a_hub_data_set_are_each_read_from_their_own(
         asked.append((input, options["split"]))
         return PrepareReport({}, 0.0, "none", "", 0, 0, 0, 0)
 
-    monkeypatch.setattr("ingot.data.prepare.prepare.prepare", noted)  # the hub cannot be reached
+    monkeypatch.setattr("ingot.cli.prepare.run", noted)  # the hub cannot be reached
     command("--dataset", "allenai/c4", "--data_subset", "en", "--out_root", str(tmp_path), "--splits", "train", "val")
     assert asked == [(["hf://allenai/c4?en#train"], "train"), (["hf://allenai/c4?en#validation"], "val")]
 
