@@ -20,7 +20,7 @@ from ingot.parallel.executors.base import MemoryUse
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.report.metrics_file import read_rows
-from ingot.training.microbatch_search import MemorySearch, choose_microbatch, record_oom_size
+from ingot.training.microbatch_search import MemoryPlan, MemorySearch, choose_microbatch, record_oom_size
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,13 @@ class FakeExecutor:
         self.limit, self.use, self.layout, self.can_recover_from_oom = limit, use, layout, recovers
         self.enough_tokens = 4096 if recovers else 8192
         self.microbatch, self.recompute, self.tried = 0, None, []
+        self.hold_choices, self.holds_weights = {False: "weights gathered for each pass"}, False
 
     def set_recompute(self, kind: str | None) -> None:
         self.recompute = kind
+
+    def hold_weights(self, hold: bool) -> None:
+        self.holds_weights = hold
 
     def memory_limit(self) -> float | None:
         return self.limit
@@ -160,7 +164,8 @@ def test_a_model_that_does_not_fit_at_all_is_refused_with_what_is_left_to_try(tm
 def search(peaks: Callable[[int], int], kept: int, limit: int, sizes: list[int]) -> tuple[int, list[int]]:
     """The size that ranks choose, and the sizes that they try."""
     executor = FakeExecutor(limit, lambda kind, n: MemoryUse(kept, peaks(n)), recovers=False)
-    found = MemorySearch(executor, sizes, limit, lambda kind, n: 0.0).run([None], 10**9)  # type: ignore[arg-type]
+    plans = [MemoryPlan(None, holds_weights=False)]
+    found = MemorySearch(executor, sizes, limit, lambda plan, n: 0.0).run(plans, seq_len=1)  # type: ignore[arg-type]
     return found[1], [size for _, size in executor.tried]
 
 

@@ -95,6 +95,7 @@ TWO_PROCESSES = {  # started together, once, for all the tests below
     "still-tensor": ["pythia", TP, *STILL],
     "still-v": ["pythia", PP, ZERO_BUBBLE, *STILL],
     "bf16-fsdp": ["mpt", FSDP, "precision=bf16"],
+    "bf16-held": ["mpt", FSDP, "precision=bf16", "device_train_microbatch_size=1", "reshard_after_forward=false"],
     "bf16-pipeline": ["mpt", PP, "precision=bf16"],
     "lion-tensor": ["llama", TP, *LION],
     "muon-fsdp": ["llama", FSDP, *MUON],
@@ -157,7 +158,7 @@ def test_metrics_tell_ranks_apart_and_devices_from_the_total(runs: Path) -> None
 
 
 def test_bf16_keeps_fp32_weights_and_stays_near_one_process(runs: Path) -> None:
-    for name in ("bf16-fsdp", "bf16-pipeline"):
+    for name in ("bf16-fsdp", "bf16-held", "bf16-pipeline"):
         assert relative(losses(runs / "bf16-one"), losses(runs / name)) <= 2e-2
         weights = tensors(runs / name, "model")
         assert {t.dtype for t in weights.values()} == {torch.float32}

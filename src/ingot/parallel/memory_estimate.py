@@ -27,6 +27,8 @@ class StepShape:
     precision: str = "bf16"
     recompute: str | None = None
     optimizer: str = "adamw"
+    holds_weights: bool = False
+    """Whether FSDP2 gathers all weights once per step, and sums their gradients before it reduces them."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "StepShape":
@@ -74,6 +76,7 @@ def estimate_memory(m: ModelConfig, layout: Layout, parallel: ParallelConfig, wo
     hidden = layers * block / sharers
     half = 4 if work.precision == "fp32" else 2
     reshard = parallel.reshard_after_forward if parallel.reshard_after_forward != "auto" else p == 1
+    reshard = reshard and not work.holds_weights
 
     tokens = work.micro * work.seq_len / layout.context
     heads, groups, f = m.n_heads * m.head_width, m.kv_heads * m.head_width, m.ffn_width
@@ -92,6 +95,8 @@ def estimate_memory(m: ModelConfig, layout: Layout, parallel: ParallelConfig, wo
     # the head's weights once more in half precision; a block's gradients and what is sent of them, in fp32
     cast = half * head if half == 2 else 0
     blocks = half * block * (2 if reshard else layers) + (half + 4) * block
+    if work.holds_weights:
+        blocks += 4 * (layers * block + ends - own)
     logits = 12 * m.vocab_rows / t * tokens
     backward = (again + 2 * residual + half * (f * (2 if gated else 1) + 3 * heads) / t) * tokens + 4 * ends
     return MemoryEstimate(

@@ -24,7 +24,7 @@ from ingot.errors import ConfigError
 from ingot.parallel.build import BuildOptions
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import scale_gradients, squared_norm
-from ingot.parallel.fsdp import reduce_gradients
+from ingot.parallel.fsdp import before_microbatch
 from ingot.parallel.layout import Layout
 from ingot.parallel.parallelize import ParallelModel, parallelize
 
@@ -65,7 +65,7 @@ def dry_run(
             tokens = torch.zeros(micro, seq_len, dtype=torch.long)
             for _ in range(2):  # the first creates the optimizer state; gradients stay, as when accumulating
                 memory.peak = 0
-                reduce_gradients(model.roots, last=True)
+                before_microbatch(model.roots, last=True, held=False)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
                     loss = root(tokens, tokens)
                 loss.backward()

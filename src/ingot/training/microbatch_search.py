@@ -11,7 +11,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -23,43 +25,56 @@ from ingot.storage.atomic import write_whole
 from ingot.training.runtime.run_files import MICROBATCH
 
 CPU_TOKENS = 4096  # per microbatch: beyond this a CPU gains nothing and its caches lose
-GPU_TOKENS = 65536  # and beyond this a GPU
+ENOUGH_TOKENS = 4096  # per microbatch that holds its weights: beyond this a GPU gains little
+GPU_TOKENS = 65536  # and beyond this it gains nothing
 KINDS = (None, "selective", "full")  # of activation checkpointing, the cheapest first
 ESTIMATE_MARGIN = 1.15  # on what the estimate says that two kinds differ by
-Kind = str | None
+
+
+class MemoryPlan(NamedTuple):
+    """What is kept in memory for speed."""
+
+    recompute: str | None
+    """What blocks recompute in the backward pass: full, selective or nothing."""
+    holds_weights: bool
+    """See `Executor.hold_weights`."""
+
+    def apply(self, executor: Executor) -> None:
+        executor.set_recompute(self.recompute)
+        executor.hold_weights(self.holds_weights)
 
 
 def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh: bool = False) -> str:
-    """Set the executor's microbatch and what it recomputes. Return why. The size divides the largest part of the
-    global batch that a rank has. What an earlier run left in the folder does not count for a fresh one."""
-    asked, is_auto = config.device_train_microbatch_size, config.activation_checkpointing == "auto"
+    """Set the executor's microbatch, what it recomputes, and whether it holds weights. Return why. The size divides the
+    largest part of the global batch that a rank has. What an earlier run left in the folder does not count for a fresh
+    one."""
+    asked = config.device_train_microbatch_size
     too_large = None if fresh else read_oom_size(folder, executor)
     sizes, why = candidate_sizes(config, executor.layout, too_large)
-    kinds = candidate_kinds(config, executor.layout)
+    plans = candidate_plans(config, executor)
     limit = executor.memory_limit()
     cap = GPU_TOKENS if limit is not None else CPU_TOKENS
     if asked == "auto":
         sizes = [n for n in sizes if n * config.max_seq_len <= cap] or sizes[:1]
-    if limit is None or (asked != "auto" and not is_auto):
+    if limit is None or (asked != "auto" and len(plans) == 1):
         executor.microbatch = sizes[-1]
-        executor.set_recompute(kinds[0])
+        MemoryPlan(plans[0].recompute, plans[0 if limit is not None else -1].holds_weights).apply(executor)
         return why or f"largest divisor of the batch within {cap:,} tokens; more does not speed up a CPU"
 
-    def estimate(kind: Kind, size: int) -> float:
-        shape = replace(StepShape.of(config), micro=size, recompute=kind)
+    def estimate(plan: MemoryPlan, size: int) -> float:
+        shape = replace(StepShape.of(config), micro=size, recompute=plan.recompute, holds_weights=plan.holds_weights)
         return estimate_memory(config.model, executor.layout, config.parallel, shape).total
 
     search = MemorySearch(executor, sizes, limit, estimate)
-    enough = min(sizes[-1], -(-executor.enough_tokens // config.max_seq_len))
-    kind, size = search.run(kinds, enough)
+    plan, size = search.run(plans, config.max_seq_len)
     if size == 0 and asked == "auto":
-        advice = "" if kind == "full" else "activation_checkpointing=true, "
+        advice = "" if plan.recompute == "full" else "activation_checkpointing=true, "
         raise ConfigError(
             f"not even one sequence fits into the GPU's memory: use {advice}a shorter max_seq_len or a smaller model"
         )
     executor.microbatch = size or sizes[-1]  # a configured size that does not fit is for the first step to halve
-    executor.set_recompute(kind)
-    return "; ".join(filter(None, [why or search.reason(kind, size), search.comparison(kind) if is_auto else ""]))
+    plan.apply(executor)
+    return "; ".join([why or search.reason(plan, size), *([search.comparison(plan)] if len(plans) > 1 else [])])
 
 
 def candidate_sizes(config: RunConfig, layout: Layout, too_large: int | None) -> tuple[list[int], str]:
@@ -79,87 +94,95 @@ def candidate_sizes(config: RunConfig, layout: Layout, too_large: int | None) ->
     return [min(asked, batch)], "as configured" if asked <= batch else "all sequences that a rank has"
 
 
-def candidate_kinds(config: RunConfig, layout: Layout) -> tuple[Kind, ...]:
-    """The kinds of activation checkpointing to choose from, the cheapest first."""
+def candidate_plans(config: RunConfig, executor: Executor) -> list[MemoryPlan]:
+    """The plans to choose from, the fastest first."""
+    kinds: tuple[str | None, ...] = KINDS
     if config.activation_checkpointing != "auto":
-        return (config.recompute,)
-    split_backward = layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble"
-    return (None, "full") if split_backward else KINDS  # torch cannot split a selectively recomputed backward pass
+        kinds = (config.recompute,)
+    elif executor.layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
+        kinds = (None, "full")  # torch cannot split a selectively recomputed backward pass
+    return [MemoryPlan(kind, hold) for kind, hold in product(kinds, sorted(executor.hold_choices, reverse=True))]
 
 
 class MemorySearch:
-    """Measures sizes from below, doubling, for one kind of activation checkpointing after the other.
+    """Measures sizes from below, doubling, for one plan after the other.
 
-    An executor that can recover from a failed allocation tries the cheapest kind first, and every size until one fails.
+    An executor that can recover from a failed allocation tries the fastest plan first, and every size until one fails.
     Any other must never fail, since other ranks would wait inside a collective. It begins with one sequence and the
-    kind that needs the least memory, and tries only what cannot fail: memory that is not kept between steps grows at
+    plan that needs the least memory, and tries only what cannot fail: memory that is not kept between steps grows at
     most in proportion to the size. Up to the next doubling, it then trusts the line through the last two peaks.
     """
 
-    def __init__(self, executor: Executor, sizes: list[int], limit: int, estimate: Callable[[Kind, int], float]):
+    def __init__(self, executor: Executor, sizes: list[int], limit: int, estimate: Callable[[MemoryPlan, int], float]):
         self.executor, self.sizes, self.limit, self.estimate = executor, sizes, limit, estimate
-        self.measured: dict[tuple[Kind, int], MemoryUse] = {}
-        self.largest: dict[Kind, int] = {}
+        self.measured: dict[tuple[MemoryPlan, int], MemoryUse] = {}
+        self.largest: dict[MemoryPlan, int] = {}
 
-    def run(self, kinds: Sequence[Kind], enough: int) -> tuple[Kind, int]:
-        """The cheapest kind whose largest size is enough, or the one with the largest, and that size; 0 if no size
-        fits."""
+    def run(self, plans: Sequence[MemoryPlan], seq_len: int) -> tuple[MemoryPlan, int]:
+        """The fastest plan whose largest size has enough tokens, or the one with the largest, and that size; 0 if no
+        size fits."""
         if not self.executor.can_recover_from_oom:
-            self._probe(kinds[-1], 1)
-        for kind in kinds:
-            self.largest[kind] = self._largest(kind)
-            if self.largest[kind] >= enough:
-                return kind, self.largest[kind]
-        best = max(kinds, key=lambda kind: self.largest[kind])  # of equals the cheapest
-        return (best, self.largest[best]) if self.largest[best] else (kinds[-1], 0)
+            self._probe(plans[-1], 1)
+        for plan in plans:
+            tokens = ENOUGH_TOKENS if plan.holds_weights else self.executor.enough_tokens
+            self.largest[plan] = self._largest(plan)
+            if self.largest[plan] >= min(self.sizes[-1], -(-tokens // seq_len)):
+                return plan, self.largest[plan]
+        best = max(plans, key=lambda plan: self.largest[plan])  # of equals the fastest
+        return (best, self.largest[best]) if self.largest[best] else (plans[-1], 0)
 
-    def _largest(self, kind: Kind) -> int:
+    def _largest(self, plan: MemoryPlan) -> int:
         fits, fails = 0, self.sizes[-1] + 1
         while candidates := [n for n in self.sizes if fits < n < fails]:
             size = max([n for n in candidates if n <= 2 * fits], default=candidates[0])
-            may_try = self.executor.can_recover_from_oom or self._bound(kind, size) <= self.limit
-            if (kind, size) in self.measured or (may_try and self._probe(kind, size)):
+            may_try = self.executor.can_recover_from_oom or self._bound(plan, size) <= self.limit
+            if (plan, size) in self.measured or (may_try and self._probe(plan, size)):
                 fits = size
             else:
                 fails = size
         if self.executor.can_recover_from_oom:
             return fits
-        return max([n for n in self.sizes if n <= 2 * fits and self._line(kind, n) <= self.limit], default=fits)
+        return max([n for n in self.sizes if n <= 2 * fits and self._line(plan, n) <= self.limit], default=fits)
 
-    def _probe(self, kind: Kind, size: int) -> bool:
-        self.executor.set_recompute(kind)
+    def _probe(self, plan: MemoryPlan, size: int) -> bool:
+        plan.apply(self.executor)
         use = self.executor.probe_memory(size)
         if use is not None:
-            self.measured[kind, size] = use
+            self.measured[plan, size] = use
         return use is not None
 
-    def _bound(self, kind: Kind, size: int) -> float:
-        """What the peak of a size cannot exceed, from the nearest one measured; of a kind that was not measured yet,
+    def _bound(self, plan: MemoryPlan, size: int) -> float:
+        """What the peak of a size cannot exceed, from the nearest one measured; of a plan that was not measured yet,
         by the estimate of what it adds to one that was."""
-        own = [(n, use) for (k, n), use in self.measured.items() if k == kind]
+        own = [(n, use) for (p, n), use in self.measured.items() if p == plan]
         if own:
             n, use = max(own, key=lambda measured: measured[0])
             return use.kept + (use.peak - use.kept) * size / n
         (other, n), use = next(reversed(self.measured.items()))
-        return use.peak + ESTIMATE_MARGIN * max(0.0, self.estimate(kind, size) - self.estimate(other, n))
+        return use.peak + ESTIMATE_MARGIN * max(0.0, self.estimate(plan, size) - self.estimate(other, n))
 
-    def _line(self, kind: Kind, size: int) -> float:
+    def _line(self, plan: MemoryPlan, size: int) -> float:
         """The peak of a size on the line through the last two of at least three that were measured."""
-        points = sorted((n, use.peak) for (k, n), use in self.measured.items() if k == kind)
+        points = sorted((n, use.peak) for (p, n), use in self.measured.items() if p == plan)
         if len(points) < 3:  # that of one sequence is mostly something else
-            return self._bound(kind, size)
+            return self._bound(plan, size)
         (low, base), (high, top) = points[-2:]
         return top + max(0.0, (top - base) / (high - low)) * (size - high)
 
-    def reason(self, kind: Kind, size: int) -> str:
+    def reason(self, plan: MemoryPlan, size: int) -> str:
         cap = f", capped at {GPU_TOKENS:,} tokens" if size == self.sizes[-1] else ""
-        how = "tested" if (kind, size) in self.measured else "computed from smaller ones tested"
-        peak = f"{self._line(kind, size) / 2**30:.1f} GiB with optimizer state"
+        how = "tested" if (plan, size) in self.measured else "computed from smaller ones tested"
+        peak = f"{self._line(plan, size) / 2**30:.1f} GiB with optimizer state"
         return f"largest divisor of the global batch that fits{cap} ({how} before step 1: {peak})"
 
-    def comparison(self, chosen: Kind) -> str:
-        others = [f"{size} with {kind or 'nothing'}" for kind, size in self.largest.items() if kind != chosen]
-        return f"recomputed: {chosen or 'nothing'}" + (f" (the largest would be {', '.join(others)})" if others else "")
+    def comparison(self, chosen: MemoryPlan) -> str:
+        """The plan next to those that leave less room."""
+        others = [f"{size} with {self._name(plan)}" for plan, size in self.largest.items() if plan != chosen]
+        return f"recomputed: {self._name(chosen)}" + (f" (the largest would be {', '.join(others)})" if others else "")
+
+    def _name(self, plan: MemoryPlan) -> str:
+        choices = self.executor.hold_choices
+        return (plan.recompute or "nothing") + (f" and {choices[plan.holds_weights]}" if len(choices) > 1 else "")
 
 
 @contextmanager

@@ -31,15 +31,17 @@ def attach(
     if precision not in ("bf16", "fp8"):
         return notes
     model.residual_dtype = torch.bfloat16
-    fused = TRITON and device.type == "cuda" and not tensor_parallel
     if precision == "fp8":
         why = why_no_fp8(device)
         notes.append(
-            f"bf16 instead of fp8: {why}" if why else f"{use_fp8(model.blocks)} linear layers multiply in 8 bits"
+            f"bf16 instead of fp8: {why}"
+            if why
+            else f"{use_fp8(model.blocks, gathered_weights)} linear layers multiply in 8 bits"
         )
-    if not gathered_weights:
-        use_bf16_copies(model.blocks)
-    if fused:
+    if tensor_parallel:
+        return notes
+    use_bf16_weights(model.blocks, gathered_weights)
+    if TRITON and device.type == "cuda":
         _attach_triton(model, gathered_weights)
     return notes
 
@@ -55,14 +57,14 @@ def refresh(model: nn.Module) -> None:
             layer.refresh()
 
 
-def use_bf16_copies(model: nn.Module) -> int:
-    """Let the plain linear layers in a module multiply with bf16 copies of their weights. Returns their number."""
-    return _replace(model, nn.Linear, lambda layer: Bf16Linear(layer, CopiedWeight(layer.weight)))
+def use_bf16_weights(model: nn.Module, gathered: bool = False) -> int:
+    """Let the plain linear layers in a module multiply with the bf16 form of their weights. Returns their number."""
+    return _replace(model, nn.Linear, lambda layer: Bf16Linear(layer, None if gathered else CopiedWeight(layer.weight)))
 
 
-def use_fp8(model: nn.Module) -> int:
+def use_fp8(model: nn.Module, gathered: bool = False) -> int:
     """Let the linear layers in a module whose shapes allow it multiply in 8 bits. Returns their number."""
-    return _replace(model, nn.Linear, lambda layer: Fp8Linear(layer) if fits_fp8(layer) else layer)
+    return _replace(model, nn.Linear, lambda layer: Fp8Linear(layer, gathered) if fits_fp8(layer) else layer)
 
 
 def _attach_attention(model: GPT, device: torch.device, precision: str) -> list[str]:
@@ -91,15 +93,11 @@ def _attach_triton(model: GPT, gathered_weights: bool) -> None:
         return
     norm: Any = model.norm_f
     model.norm_f = FUSED_NORMS[type(norm)](norm)
-    working = None
-    if not gathered_weights:
-        layer: Any = model.wte if config.tie_word_embeddings else model.head
-        working = CopiedWeight(layer.weight)
-        if isinstance(layer, nn.Embedding):
-            model.wte = Bf16Embedding(layer, working)
-        else:
-            model.head = Bf16Linear(layer, working)
-    model.loss_fn = LinearCrossEntropy(config.vocab_size, working)
+    tied = config.tie_word_embeddings
+    layer: Any = model.wte if tied else model.head
+    new = (Bf16Embedding if tied else Bf16Linear)(layer, None if gathered_weights else CopiedWeight(layer.weight))
+    setattr(model, "wte" if tied else "head", new)
+    model.loss_fn = LinearCrossEntropy(config.vocab_size, new.working)
 
 
 def _fuse_attention(model: GPT, fuse_bias: bool) -> None:

@@ -1,4 +1,4 @@
-"""bf16 copies of the fp32 weights, refreshed once per optimizer step.
+"""bf16 forms of the fp32 weights, made once per optimizer step: copies on one process, gathered by FSDP2 on several.
 
 Autocast casts every weight again for each microbatch, then converts and accumulates its gradient: 26 bytes of memory
 traffic per weight, about 10% of a 7B step with small microbatches. Here the backward matmul accumulates directly into
@@ -6,7 +6,8 @@ the fp32 gradient buffer (8 bytes, while the tensor cores are busy), which also 
 
     forward     y = x @ copy^T                     bf16, as under autocast
     backward    dx = dy @ copy                     bf16
-                buffer += dy^T @ x                 fp32, one matmul; `buffer` is the parameter's .grad
+                buffer += dy^T @ x                 fp32, one matmul; `buffer` is the parameter's .grad,
+                                       or with FSDP2 what it reduces after the last microbatch
 
 Layers here share the parameters of the plain layer that they replace, so names and checkpoints do not change.
 """
@@ -27,8 +28,9 @@ class WorkingWeight(Protocol):
         """The weight in the type of the matrix products, valid for this step."""
         ...
 
-    def grad_buffer(self) -> Tensor:
-        """An fp32 tensor of the weight's shape. The backward pass adds the gradient to it; autograd gets none."""
+    def grad_buffer(self) -> Tensor | None:
+        """An fp32 tensor of the weight's shape. The backward pass adds the gradient to it, and autograd gets none; None
+        if autograd should get it."""
         ...
 
     def refresh(self, training: bool) -> None:
@@ -55,6 +57,28 @@ class CopiedWeight:
         self.copy.copy_(self.weight)
         if training and self.weight.grad is None:  # dropped since the last step
             self.weight.grad = self.gradient.zero_()
+
+
+class GatheredWeight:
+    """A parameter of which FSDP2 gathers the bf16 form into the layer for each pass.
+
+    With `accumulator`, FSDP2's own record of the parameter, gradients of a step are added up in what it reduces after
+    the last microbatch. That is a private attribute of torch, which a test guards.
+    """
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+        self.accumulator: Any = None
+
+    def value(self) -> Tensor:
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        return weight.detach()
+
+    def grad_buffer(self) -> Tensor | None:
+        return None if self.accumulator is None else self.accumulator.unsharded_accumulated_grad
+
+    def refresh(self, training: bool) -> None: ...
 
 
 @library.custom_op("ingot::add_product", mutates_args=("total",))
@@ -88,6 +112,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, total)
+        ctx.bias_dtype = bias.dtype if bias is not None else None
         return F.linear(x, weight, bias.to(x.dtype) if bias is not None else None)
 
     @staticmethod
@@ -95,7 +120,7 @@ class _LinearFunction(torch.autograd.Function):
         x, weight, total = ctx.saved_tensors
         rows = d_y.reshape(-1, d_y.shape[-1])  # [n, m]
         add_product(total, rows, x.reshape(-1, x.shape[-1]))
-        d_bias = rows.sum(0).to(total.dtype) if ctx.needs_input_grad[2] else None
+        d_bias = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return (rows @ weight).view(x.shape), None, d_bias, None
 
 
@@ -137,9 +162,9 @@ class WorkingLinear(nn.Linear):
 class Bf16Linear(WorkingLinear):
     """A linear layer that multiplies with the bf16 working form of its weight."""
 
-    def __init__(self, layer: nn.Linear, working: WorkingWeight):
+    def __init__(self, layer: nn.Linear, working: WorkingWeight | None):
         super().__init__(layer)
-        self.working = working
+        self.working = working or GatheredWeight(self)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = self.working.value()
@@ -147,8 +172,11 @@ class Bf16Linear(WorkingLinear):
             return F.linear(x, self.weight, bias)
         if not torch.is_grad_enabled():
             return F.linear(x, weight, bias)
+        buffer = self.working.grad_buffer()
+        if buffer is None:
+            return F.linear(x, self.weight, bias)
         with torch.autocast(x.device.type, enabled=False):
-            return _LinearFunction.apply(x.to(weight.dtype), weight, bias, self.working.grad_buffer())
+            return _LinearFunction.apply(x.to(weight.dtype), weight, bias, buffer)
 
     def refresh(self) -> None:
         self.working.refresh(self.training)
@@ -157,19 +185,23 @@ class Bf16Linear(WorkingLinear):
 class Bf16Embedding(nn.Embedding):
     """An embedding whose gradient is added to the buffer of its rows, not to a tensor as large as the whole weight.
 
-    Tokens read the fp32 weight. The bf16 form is for the tied output head.
+    On one process tokens read the fp32 weight, and the bf16 form is for the tied output head.
     """
 
-    def __init__(self, layer: nn.Embedding, working: WorkingWeight):
+    def __init__(self, layer: nn.Embedding, working: WorkingWeight | None):
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.training = *layer.weight.shape, layer.training
         self.padding_idx = None
-        self.weight, self.working = layer.weight, working
+        self.weight = layer.weight
+        self.working = working or GatheredWeight(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or autocast_dtype(tokens.device) != self.working.value().dtype:
             return F.embedding(tokens, self.weight)
-        return _EmbeddingFunction.apply(tokens, self.weight, self.working.grad_buffer())
+        buffer = self.working.grad_buffer()
+        if buffer is None:
+            return F.embedding(tokens, self.weight)
+        return _EmbeddingFunction.apply(tokens, self.weight, buffer)
 
     def refresh(self) -> None:
         self.working.refresh(self.training)

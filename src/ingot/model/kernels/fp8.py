@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from ingot.model.kernels.bf16_weights import WorkingLinear
+from ingot.model.kernels.bf16_weights import GatheredWeight, WorkingLinear
 from ingot.model.kernels.conditions import TRITON, autocast_dtype
 
 if TRITON:
@@ -75,50 +75,86 @@ def multiply(
     return (y if bias is None else y + bias.to(out)).to(out)
 
 
+@library.custom_op("ingot::add_fp8_product", mutates_args=("total",))
+def _add_fp8_product(total: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    """total [n, m] += a [n, k] times b [k, m], as in `multiply`."""
+    total.add_(multiply(a, a_scale, b, b_scale, total.dtype))
+
+
+@_add_fp8_product.register_fake
+def _(total: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    return None
+
+
 class _LinearFp8Function(torch.autograd.Function):
-    """x [n, k] times a weight [m, k] transposed, given in 8 bits by rows and by columns, plus bias [m]."""
+    """x [n, k] times a weight [m, k] transposed, given in 8 bits by rows and by columns, plus bias [m]. The gradient of
+    the weight is added to `total` [m, k], or without one returned."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, scale: Tensor
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, columns: Tensor, scale: Tensor,
+        total: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         x8, x_columns, x_scale = quantize(x, FORWARD, True)
-        ctx.save_for_backward(x_columns, x_scale, columns, scale)
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.save_for_backward(x_columns, x_scale, columns, scale, total)
+        ctx.dtypes = x.dtype, weight.dtype, bias.dtype if bias is not None else None
         return multiply(x8, x_scale, rows.t(), scale, torch.bfloat16, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        x_columns, x_scale, columns, scale = ctx.saved_tensors
+        x_columns, x_scale, columns, scale, total = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         d8, d_columns, d_scale = quantize(d_y, BACKWARD, True)
-        d_x = multiply(d8, d_scale, columns.t(), scale, torch.bfloat16)
-        d_w = multiply(d_columns, d_scale, x_columns.t(), x_scale, torch.float32)
-        d_bias = d_y.sum(0).to(ctx.dtypes[1]) if ctx.needs_input_grad[2] else None
-        return d_x.to(ctx.dtypes[0]), d_w.to(ctx.dtypes[1]), d_bias, None, None, None
+        d_x = multiply(d8, d_scale, columns.t(), scale, torch.bfloat16).to(x_dtype)
+        d_bias = d_y.sum(0).to(bias_dtype) if ctx.needs_input_grad[2] else None
+        d_w = None
+        if total is not None:
+            _add_fp8_product(total, d_columns, d_scale, x_columns.t(), x_scale)
+        else:
+            d_w = multiply(d_columns, d_scale, x_columns.t(), x_scale, torch.float32).to(weight_dtype)
+        return d_x, d_w, d_bias, None, None, None, None
 
 
 class Fp8Linear(WorkingLinear):
-    """A linear layer that multiplies in 8 bits under autocast; its weight stays fp32."""
+    """A linear layer that multiplies in 8 bits under autocast; its weight stays fp32.
 
-    def __init__(self, layer: nn.Linear):
+    With `gathered`, FSDP2 gathers the weight in bf16, and `quantize_weight` must be called between that and the pass.
+    """
+
+    def __init__(self, layer: nn.Linear, gathered: bool = False):
         super().__init__(layer)
+        self.working = GatheredWeight(self) if gathered else None
         self.refresh()
 
-    @torch.no_grad()
     def refresh(self) -> None:
+        self.rows: Tensor | None = None
+        if self.working is None:
+            self.quantize_weight()
+
+    @torch.no_grad()
+    def quantize_weight(self) -> bool:
+        """Make the 8-bit weight unless it is there. Return whether it was made."""
+        if self.rows is not None:
+            return False
         self.rows, self.columns, self.scale = quantize(self.weight, FORWARD, True)  # [m, k], [k, m], a scalar
+        return True
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])  # [n, k]
-        if autocast_dtype(x.device) is None or flat.shape[0] % MULTIPLE:
+        if autocast_dtype(x.device) is None:
             return F.linear(x, self.weight, bias)
+        assert self.rows is not None
+        flat = x.reshape(-1, x.shape[-1])  # [n, k]
+        count = flat.shape[0]
+        if count % MULTIPLE:
+            flat = F.pad(flat, (0, 0, 0, -count % MULTIPLE))
+        total = self.working.grad_buffer() if self.working is not None else None
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():
-                y = _LinearFp8Function.apply(flat, self.weight, bias, self.rows, self.columns, self.scale)
+                y = _LinearFp8Function.apply(flat, self.weight, bias, self.rows, self.columns, self.scale, total)
             else:
                 x8, _, x_scale = quantize(flat, FORWARD, False)
                 y = multiply(x8, x_scale, self.rows.t(), self.scale, torch.bfloat16, bias)
-            return y.view(*x.shape[:-1], -1)
+            return y[:count].view(*x.shape[:-1], -1)
 
 
 def fits_fp8(layer: nn.Linear) -> bool:

@@ -157,7 +157,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         working: Tensor,
         total: Tensor | None,
     ) -> Tensor:
-        loss, *gradients = _linear_cross_entropy(hidden, working, labels, vocab, ignore, weight.dtype)
+        loss, *gradients = _linear_cross_entropy(hidden, working, labels, vocab, ignore, torch.float32)
         ctx.save_for_backward(*gradients)
         ctx.total = total  # not saved: the embedding adds to it as well
         return loss

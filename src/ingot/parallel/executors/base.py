@@ -83,8 +83,10 @@ class Executor(Protocol):
     """What blocks recompute in the backward pass: full, selective or nothing."""
     can_recover_from_oom: bool
     """Whether a failed allocation leaves the run intact. False where other ranks would wait inside a collective."""
+    hold_choices: dict[bool, str]
+    """What `hold_weights` may be called with, and what each does."""
     enough_tokens: int
-    """Tokens per microbatch beyond which a GPU gains little speed."""
+    """Tokens per microbatch beyond which a GPU gains little speed, if weights are not held."""
 
     # --- one step
 
@@ -156,6 +158,10 @@ class Executor(Protocol):
 
     def set_recompute(self, kind: str | None) -> None:
         """Choose what blocks recompute in the backward pass. Local."""
+
+    def hold_weights(self, hold: bool) -> None:
+        """Choose whether the weights in the type of the matrix products stay in memory for a whole step: copies on one
+        process, gathered shards on several. Local."""
 
     def memory_limit(self) -> int | None:
         """Bytes of device memory that the tightest rank may use; None on a CPU, where it is not measured."""
@@ -244,10 +250,11 @@ def dropout_keys(executor: Executor, config: RunConfig, step: int, rows: int) ->
 
 
 def measure_memory(
-    executor: Executor, config: RunConfig, microbatch: int, run_pass: Callable[[np.ndarray], None]
+    executor: Executor, config: RunConfig, microbatch: int, run_pass: Callable[[np.ndarray, bool], None]
 ) -> MemoryUse:
     """The memory of real passes over `microbatch` sequences, all of whose tokens count in the loss, next to what the
-    optimizer will keep. Not compiled: that takes longer than the passes, and compiled passes need less memory."""
+    optimizer will keep. `run_pass` gets the tokens and whether they are the last of a step. Not compiled: that takes
+    longer than the passes, and compiled passes need less memory."""
     device, name = executor.device, config.optimizer.name
     torch.cuda.reset_peak_memory_stats(device)
     moments = []  # of the optimizer, which allocates them in the first step
@@ -255,8 +262,8 @@ def measure_memory(
         one = name == "lion" or (name == "muon" and is_matrix(parameter.name, parameter.tensor))
         moments += [torch.empty_like(local(parameter.tensor)) for _ in range(1 if one else 2)]
     with torch.compiler.set_stance("force_eager"):
-        for _ in range(2):  # the second time with gradients in place
-            run_pass(np.zeros((microbatch, config.max_seq_len), dtype=np.int64))
+        for last in (True, False):  # the second time with gradients in place
+            run_pass(np.zeros((microbatch, config.max_seq_len), dtype=np.int64), last)
         kept = torch.cuda.memory_allocated(device)
         if config.sources.eval is not None:  # may take more sequences, and logits that training never holds whole
             tokens = np.zeros((config.device_eval_batch_size or microbatch, config.max_seq_len), dtype=np.int64)

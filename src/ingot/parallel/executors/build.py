@@ -45,6 +45,13 @@ def build_distributed(
 def check_distributed(config: RunConfig, layout: Layout) -> None:
     """Refuse what several ranks cannot do, before they meet."""
     if config.precision == "fp8":
-        raise ConfigError("precision=fp8 works on one process only, since its weights are not sharded yet; use bf16")
+        split = next((axis for axis in ("tensor", "pipeline") if getattr(layout, axis) > 1), None)
+        if split is not None:
+            raise ConfigError(f"precision=fp8 does not work with parallel.{split}={getattr(layout, split)}; use bf16")
+        if config.parallel.reshard_after_forward is True:
+            raise ConfigError(
+                "precision=fp8 keeps 8-bit weights between passes, so parallel.reshard_after_forward=true saves "
+                "nothing; use auto"
+            )
     if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
         raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")

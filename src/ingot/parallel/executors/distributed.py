@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ingot.config.run import RunConfig
@@ -21,6 +20,7 @@ from ingot.model.init import init_weight
 from ingot.model.kernels import refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import parameter_shapes
+from ingot.parallel import fsdp
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import fill, gather, local
 from ingot.parallel.executors.base import (
@@ -38,7 +38,6 @@ from ingot.parallel.executors.base import (
 from ingot.parallel.executors.comm_timer import CommTimer
 from ingot.parallel.executors.device import usable_memory
 from ingot.parallel.executors.oom import OutOfMemory
-from ingot.parallel.fsdp import reduce_gradients
 from ingot.parallel.parallelize import ParallelModel
 from ingot.parallel.pipeline import stage_of_parameter
 from ingot.parallel.rendezvous import World, leave_world
@@ -48,7 +47,7 @@ class Distributed:
     """Implements `Executor` for one of several ranks."""
 
     can_recover_from_oom = False
-    enough_tokens = 8192  # more than on one process: each microbatch gathers the weights again
+    enough_tokens = 8192  # more than on one process, if each microbatch gathers the weights again
 
     def __init__(self, model: ParallelModel, config: RunConfig, world: World):
         self.config, self.world, self.rank_env = config, world, world.place
@@ -60,7 +59,9 @@ class Distributed:
         # a tied embedding exists twice in a pipeline; the first stage's copy counts
         copies = self.pipeline.tied_copies if self.pipeline is not None else []
         tied_copy = copies[-1] if self.pipeline is not None and self.pipeline.has_last and copies else None
-        self._sharded_modules = [m for root in self.roots for m in root.modules() if isinstance(m, FSDPModule)]
+        self._sharded_modules = fsdp.sharded_modules(self.roots)
+        self.hold_choices = _hold_choices(config, self.pipeline is not None)
+        self.holds_weights = False
         named = [pair for root in self.roots for pair in root.gpt.named_parameters()]
         self.parameters = [NamedParameter(name, p, is_tied_copy=p is tied_copy) for name, p in named]
         self.parameter_shapes = parameter_shapes(config.model)
@@ -92,6 +93,7 @@ class Distributed:
             tokens, labels = to_device(batch.tokens, self.device), to_device(batch.labels, self.device)
             loss = self.pipeline.accumulate(tokens, labels, keys, count, divisor)
         else:
+            self._start_accumulating()
             loss = run_microbatches(partial(self._forward_backward, divisor), batch, self.microbatch, self.device, keys)
         return loss if loss_scale is None else loss / loss_scale
 
@@ -109,11 +111,15 @@ class Distributed:
     def _forward_backward(
         self, divisor: Tensor, tokens: Tensor, labels: Tensor, keys: Tensor | None = None, last: bool = True
     ) -> Tensor:
-        reduce_gradients(self.roots, last)
+        fsdp.before_microbatch(self.roots, last, self.holds_weights)
         with autocast(self.config.precision, self.device):
             loss = self.roots[0](tokens, labels, keys) / divisor
         loss.backward()
         return loss.detach()
+
+    def _start_accumulating(self) -> None:
+        if self.holds_weights and self.layout.tensor == 1:  # torch accumulates DTensors itself
+            fsdp.start_accumulating(self.roots)
 
     def _microbatch_count(self) -> int:
         """Microbatches per step, the same on every rank: collectives must meet."""
@@ -224,6 +230,10 @@ class Distributed:
         for root in self.roots:
             root.gpt.activation_checkpointing = kind
 
+    def hold_weights(self, hold: bool) -> None:
+        self.holds_weights = hold
+        fsdp.hold_weights(self.roots, hold)
+
     def memory_limit(self) -> int | None:
         limit = usable_memory(self.device)
         return int(min(row[0] for row in self.all_gather([limit]))) if limit is not None else None
@@ -235,13 +245,18 @@ class Distributed:
             raise OutOfMemory("before the first step", microbatch, str(error).partition("\n")[0]) from None
         if self.pipeline is not None:
             self.pipeline.forget_shapes()
-        for parameter in self.parameters:
-            parameter.tensor.grad = None
+        self._drop_gradients()
         torch.cuda.empty_cache()
         ranks = self.all_gather([use.kept, use.peak])
         return MemoryUse(*(int(max(column)) for column in zip(*ranks, strict=True)))
 
-    def _probe_pass(self, tokens: np.ndarray) -> None:
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.tensor.grad = None
+        fsdp.stop_accumulating(self.roots)
+        self.weights_changed()
+
+    def _probe_pass(self, tokens: np.ndarray, last: bool) -> None:
         one = torch.ones((), device=self.device)
         if self.pipeline is not None:
             count = self.pipeline.microbatches(1)  # as many as are in flight at a time
@@ -250,7 +265,10 @@ class Distributed:
             self.pipeline.accumulate(inputs, inputs, None, count, one)
         else:
             inputs = to_device(tokens, self.device)
-            self._forward_backward(one, inputs, inputs)
+            if self.holds_weights:
+                self._drop_gradients()
+            self._start_accumulating()
+            self._forward_backward(one, inputs, inputs, None, last)
 
     def start_comm_timer(self) -> None:
         self._comm_timer.start()
@@ -260,6 +278,16 @@ class Distributed:
 
     def comm_seconds(self) -> float | None:
         return self._comm_timer.seconds
+
+
+def _hold_choices(config: RunConfig, in_pipeline: bool) -> dict[bool, str]:
+    choices = {True: "weights gathered once per step", False: "weights gathered for each pass"}
+    reshard = config.parallel.reshard_after_forward
+    if in_pipeline:  # torch's schedules gather and reduce by themselves
+        reshard = True
+    elif config.precision == "fp8":  # 8-bit weights are kept between passes anyway
+        reshard = False
+    return choices if reshard == "auto" else {not reshard: choices[not reshard]}
 
 
 def _holders(parameter: Tensor) -> int:

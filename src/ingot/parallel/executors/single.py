@@ -56,6 +56,7 @@ class SingleProcess:
         self.parameters = [NamedParameter(name, p) for name, p in model.gpt.named_parameters()]
         self.parameter_shapes = parameter_shapes(config.model)
         self.microbatch = 1
+        self.hold_choices = {True: "bf16 copies of the weights"}
         self.recompute: str | None = None
         self.graph: MicrobatchGraph | None = None
         self._graph_decided = device.type != "cuda" or config.cuda_graphs is False
@@ -196,11 +197,13 @@ class SingleProcess:
     def set_recompute(self, kind: str | None) -> None:
         self.recompute = self.model.gpt.activation_checkpointing = kind
 
+    def hold_weights(self, hold: bool) -> None: ...
+
     def memory_limit(self) -> int | None:
         return usable_memory(self.device)
 
     def probe_memory(self, microbatch: int) -> MemoryUse | None:
-        def run_pass(tokens: np.ndarray) -> None:
+        def run_pass(tokens: np.ndarray, last: bool) -> None:
             inputs = to_device(tokens, self.device)
             self.forward_backward(inputs, inputs, torch.ones((), device=self.device))
 
