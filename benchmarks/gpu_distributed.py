@@ -65,7 +65,7 @@ def cases_of(section: str, tiny: bool) -> list[Case]:
     more = list(TINY) if tiny else []
     if section == "llama-8b":
         more += ["model.n_kv_heads=2"] if tiny else ["max_seq_len=2048"]
-        return [Case("llama-8b plain", size, False, batch, steps, more)]
+        return [Case(f"llama-8b {kind}", size, kind == "wrapped", batch, steps, more) for kind in ("plain", "wrapped")]
     if section == "fp8":
         more.append("precision=fp8")
     return [

@@ -57,6 +57,13 @@ def refresh(model: nn.Module) -> None:
             layer.refresh()
 
 
+def hold_copies(model: nn.Module, hold: bool) -> None:
+    """Choose whether layers keep bf16 copies of their weights or cast them for each matrix product."""
+    for layer in model.modules():
+        if isinstance(layer, Bf16Linear | Bf16Embedding) and isinstance(layer.working, CopiedWeight):
+            layer.working.hold(hold)
+
+
 def use_bf16_weights(model: nn.Module, gathered: bool = False) -> int:
     """Let the plain linear layers in a module multiply with the bf16 form of their weights. Returns their number."""
     return _replace(model, nn.Linear, lambda layer: Bf16Linear(layer, None if gathered else CopiedWeight(layer.weight)))

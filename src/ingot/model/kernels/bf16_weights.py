@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
+from ingot.model.activation_checkpointing import EXPENSIVE_OPS
 from ingot.model.kernels.conditions import autocast_dtype
 
 
@@ -25,7 +26,7 @@ class WorkingWeight(Protocol):
     """The form of a parameter that a layer multiplies with during one step, and where its gradient is added up."""
 
     def value(self) -> Tensor:
-        """The weight in the type of the matrix products, valid for this step."""
+        """The weight in the type of the matrix products, valid for this step; or in fp32, to be cast for each."""
         ...
 
     def grad_buffer(self) -> Tensor | None:
@@ -39,22 +40,28 @@ class WorkingWeight(Protocol):
 
 
 class CopiedWeight:
-    """A parameter that this process holds whole, with its own bf16 copy."""
+    """A parameter that this process holds whole, with its own bf16 copy, unless memory lacks room for it."""
 
-    def __init__(self, weight: nn.Parameter, dtype: torch.dtype = torch.bfloat16):
-        self.weight, self.copy = weight, weight.detach().to(dtype)
+    def __init__(self, weight: nn.Parameter):
+        self.weight = weight
+        self.copy: Tensor | None = weight.detach().bfloat16()
         self.gradient = torch.zeros_like(weight)  # at the same address in every step, as CUDA graphs need
         self.refresh(training=True)
 
     def value(self) -> Tensor:
-        return self.copy
+        return self.weight.detach() if self.copy is None else self.copy
 
     def grad_buffer(self) -> Tensor:
         return self.gradient
 
+    def hold(self, hold: bool) -> None:
+        """Keep the copy, or cast the weight for each matrix product: 12 bytes of traffic per weight and microbatch."""
+        self.copy = self.weight.detach().bfloat16() if hold else None
+
     @torch.no_grad()
     def refresh(self, training: bool) -> None:
-        self.copy.copy_(self.weight)
+        if self.copy is not None:
+            self.copy.copy_(self.weight)
         if training and self.weight.grad is None:  # dropped since the last step
             self.weight.grad = self.gradient.zero_()
 
@@ -106,6 +113,36 @@ def _(total: Tensor, rows: Tensor, d_y: Tensor) -> None:
     return None
 
 
+@library.custom_op("ingot::cast_linear", mutates_args=())
+def _cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., k] times an fp32 weight [m, k] transposed. One operator, so that the compiler keeps no cast for later."""
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+@_cast_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@library.custom_op("ingot::cast_product", mutates_args=())
+def _cast_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows [n, m] times an fp32 weight [m, k]."""
+    return rows @ weight.to(rows.dtype)
+
+
+@_cast_product.register_fake
+def _(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+EXPENSIVE_OPS.add(torch.ops.ingot.cast_linear.default)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = bias.to(x.dtype) if bias is not None else None
+    return F.linear(x, weight, bias) if weight.dtype == x.dtype else _cast_linear(x, weight, bias)
+
+
 class _LinearFunction(torch.autograd.Function):
     """x [..., k] times a working weight [m, k] transposed."""
 
@@ -113,7 +150,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, total)
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        return F.linear(x, weight, bias.to(x.dtype) if bias is not None else None)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
@@ -121,7 +158,8 @@ class _LinearFunction(torch.autograd.Function):
         rows = d_y.reshape(-1, d_y.shape[-1])  # [n, m]
         add_product(total, rows, x.reshape(-1, x.shape[-1]))
         d_bias = rows.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return (rows @ weight).view(x.shape), None, d_bias, None
+        d_x = rows @ weight if weight.dtype == rows.dtype else _cast_product(rows, weight)
+        return d_x.view(x.shape), None, d_bias, None
 
 
 class _EmbeddingFunction(torch.autograd.Function):
@@ -167,16 +205,14 @@ class Bf16Linear(WorkingLinear):
         self.working = working or GatheredWeight(self)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = self.working.value()
-        if autocast_dtype(x.device) != weight.dtype:
-            return F.linear(x, self.weight, bias)
-        if not torch.is_grad_enabled():
-            return F.linear(x, weight, bias)
         buffer = self.working.grad_buffer()
-        if buffer is None:
+        if autocast_dtype(x.device) != torch.bfloat16 or buffer is None:
             return F.linear(x, self.weight, bias)
+        x, weight = x.bfloat16(), self.working.value()
         with torch.autocast(x.device.type, enabled=False):
-            return _LinearFunction.apply(x.to(weight.dtype), weight, bias, buffer)
+            if not torch.is_grad_enabled():
+                return _linear(x, weight, bias)
+            return _LinearFunction.apply(x, weight, bias, buffer)
 
     def refresh(self) -> None:
         self.working.refresh(self.training)
@@ -196,10 +232,8 @@ class Bf16Embedding(nn.Embedding):
         self.working = working or GatheredWeight(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or autocast_dtype(tokens.device) != self.working.value().dtype:
-            return F.embedding(tokens, self.weight)
         buffer = self.working.grad_buffer()
-        if buffer is None:
+        if not torch.is_grad_enabled() or autocast_dtype(tokens.device) != torch.bfloat16 or buffer is None:
             return F.embedding(tokens, self.weight)
         return _EmbeddingFunction.apply(tokens, self.weight, buffer)
 

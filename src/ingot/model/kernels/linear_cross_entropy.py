@@ -187,7 +187,7 @@ def linear_cross_entropy(
     summed over the labels [...] that are not `ignore`. Without a working form of the weight, autograd gets its
     gradient."""
     hidden, labels = hidden.flatten(0, -2).bfloat16().contiguous(), labels.flatten()  # [N, d], [N]
-    value = weight.detach().to(hidden.dtype) if working is None else working.value()
+    value = (weight.detach() if working is None else working.value()).to(hidden.dtype)
     if not torch.is_grad_enabled() or not hidden.requires_grad:
         return _linear_cross_entropy(hidden, value, labels, vocab, ignore, None)[0]
     total = None if working is None else working.grad_buffer()

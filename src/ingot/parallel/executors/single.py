@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.model.kernels import refresh
+from ingot.model.kernels import hold_copies, refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import flops_per_token, parameter_shapes
 from ingot.parallel.build import LossModel, compile_model
@@ -56,7 +56,9 @@ class SingleProcess:
         self.parameters = [NamedParameter(name, p) for name, p in model.gpt.named_parameters()]
         self.parameter_shapes = parameter_shapes(config.model)
         self.microbatch = 1
-        self.hold_choices = {True: "bf16 copies of the weights"}
+        self.hold_choices = {True: "bf16 copies of the weights", False: "weights cast for each use"}
+        if config.precision != "bf16":
+            del self.hold_choices[False]
         self.recompute: str | None = None
         self.graph: MicrobatchGraph | None = None
         self._graph_decided = device.type != "cuda" or config.cuda_graphs is False
@@ -197,7 +199,8 @@ class SingleProcess:
     def set_recompute(self, kind: str | None) -> None:
         self.recompute = self.model.gpt.activation_checkpointing = kind
 
-    def hold_weights(self, hold: bool) -> None: ...
+    def hold_weights(self, hold: bool) -> None:
+        hold_copies(self.model, hold)
 
     def memory_limit(self) -> int | None:
         return usable_memory(self.device)
