@@ -54,13 +54,17 @@ def shard_weights(root: LossModel, mesh: ParallelMesh, precision: str, reshard_a
         else:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for block in root.gpt.blocks.values():
-        if any(isinstance(layer, Fp8Linear) for layer in block.modules()):
-            block.register_forward_pre_hook(_quantize_weights)
+
+
+def connect_kernels(root: LossModel) -> None:
+    """Let the layers of a sharded model add gradients to FSDP2's buffers, and quantize weights when it gathers them."""
     accumulators = {parameter.sharded_param: parameter for parameter in _fsdp_parameters([root])}
     for layer in root.modules():
         if isinstance(working := getattr(layer, "working", None), GatheredWeight) and working.layer is layer:
             working.accumulator = accumulators[layer.weight]
+    for block in root.gpt.blocks.values():
+        if any(isinstance(layer, Fp8Linear) for layer in block.modules()):
+            block.register_forward_pre_hook(_quantize_weights)
 
 
 def sharded_modules(roots: Sequence[LossModel]) -> list[FSDPModule]:

@@ -17,7 +17,7 @@ from ingot.model import kernels
 from ingot.model.gpt import GPT
 from ingot.parallel.build import BuildOptions, LossModel, compile_model
 from ingot.parallel.context import ContextLossModel, GatheredAttention, SequenceCut
-from ingot.parallel.fsdp import shard_weights
+from ingot.parallel.fsdp import connect_kernels, shard_weights
 from ingot.parallel.layout import STAGES_PER_RANK, Layout
 from ingot.parallel.mesh import ParallelMesh
 from ingot.parallel.pipeline import Pipeline, PipelineStage, layers_of, stages_of
@@ -59,6 +59,8 @@ def parallelize(config: ModelConfig, parallel: ParallelConfig, layout: Layout, o
         if options.compiled:
             compile_model(root, layout)
         shard_weights(root, mesh, options.precision, reshard)
+        if stages == 1:  # a pipeline runs the forward passes of several microbatches before their backward passes
+            connect_kernels(root)
         with options.allocating:
             roots.append(root.to_empty(device=options.device))
     pipeline = None

@@ -232,7 +232,8 @@ class Distributed:
 
     def hold_weights(self, hold: bool) -> None:
         self.holds_weights = hold
-        fsdp.hold_weights(self.roots, hold)
+        if self.pipeline is None:
+            fsdp.hold_weights(self.roots, hold)
 
     def memory_limit(self) -> int | None:
         limit = usable_memory(self.device)
