@@ -11,7 +11,8 @@ from specs import put_on_path
 
 from ingot.errors import ConfigError, DataError, DiskError
 from ingot.launch import image
-from ingot.launch.image import ImageError, build_image, import_image, stage_image
+from ingot.launch.image import build_image, import_image, stage_image
+from ingot.launch.programs import ProgramError
 
 DIGEST = f"sha256:{'a' * 64}"
 TAG = "registry.example/ingot:0.1.0"
@@ -87,7 +88,7 @@ def test_build_outside_a_checkout_or_without_docker_says_so(
     with pytest.raises(ConfigError, match="in a checkout of ingot"):
         build_image(TAG, DIGEST, "none", [], tmp_path / "elsewhere", force=False)
     put_on_path(monkeypatch, tmp_path / "bin", "docker", "sys.exit('Cannot connect to the Docker daemon')")
-    with pytest.raises(ImageError, match="Cannot connect"):
+    with pytest.raises(ProgramError, match="Cannot connect"):
         build_image(TAG, DIGEST, "none", [], context, force=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="docker is not on this machine"):
@@ -114,7 +115,7 @@ def test_import_writes_the_file_and_its_checksum_or_nothing(
     with pytest.raises(ConfigError, match="already exists"):
         import_image(f"dockerd://{TAG}", output, force=False)
     put_on_path(monkeypatch, tmp_path / "bin", "enroot", ENROOT.format(content=b"half") + "; sys.exit(1)")
-    with pytest.raises(ImageError, match="enroot import failed with exit code 1"):
+    with pytest.raises(ProgramError, match="enroot import failed with exit code 1"):
         import_image(f"dockerd://{TAG}", output, force=True)
     assert output.read_bytes() == b"squash"
     assert sorted(p.name for p in output.parent.iterdir()) == ["ingot.sqsh", "ingot.sqsh.sha256"]

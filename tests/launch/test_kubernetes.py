@@ -14,9 +14,10 @@ from manifests import documents, manifest_problems, pods
 from specs import LAUNCH, VALUES, put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.kubernetes.kubectl import KubernetesError, apply
+from ingot.launch.kubernetes.kubectl import apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
 from ingot.launch.kubernetes.pod_agent import run_pod
+from ingot.launch.programs import ProgramError
 from ingot.launch.protocol import EXIT_NEW_PODS
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
@@ -199,7 +200,7 @@ def test_apply_hands_the_manifest_to_kubectl(tmp_path: Path, monkeypatch: pytest
 def test_apply_says_why_it_did_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = 'sys.exit(\'error: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"\')'
     put_on_path(monkeypatch, tmp_path / "bin", "kubectl", refusal)
-    with pytest.raises(KubernetesError, match=r"no matches for kind.*try another --kind"):
+    with pytest.raises(ProgramError, match=r"no matches for kind.*try another --kind"):
         apply("")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="kubectl is not on this machine"):

@@ -1,8 +1,10 @@
-"""A step of a 256-GPU run, gone through on this machine without its memory, and the arithmetic that stands for it."""
+"""A step of a 256-GPU run, gone through on this machine without its memory, compared with the memory estimate."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ import pytest
 PROGRAM = """
 import json, sys, torch
 from ingot.config.load import load_config
-from ingot.plan.dry_run import dry_run
+from dry_run import dry_run
 from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory
 from ingot.config.run import RunConfig
 
@@ -30,7 +32,8 @@ print(json.dumps(bytes | {"share": share, "estimate": estimate}))
 
 def run(*arguments: str) -> dict[str, float]:
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = json.loads(done.stdout.splitlines()[-1])
     print(*arguments, {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items()})

@@ -13,7 +13,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ingot.errors import EXIT_FAULT, ConfigError, DataError, DiskError, IngotError, disk_error
+from ingot.errors import ConfigError, DataError, DiskError, disk_error
+from ingot.launch.programs import ProgramError, output_of, run_on_terminal
 from ingot.launch.slurm.script import script_body
 from ingot.storage.atomic import write_whole
 
@@ -21,12 +22,6 @@ DOCKERFILE = Path("containers") / "Dockerfile"
 FABRICS = ("none", "efa", "infiniband")
 BUILD_BYTES, SQUASH_BYTES = 40 * 10**9, 25 * 10**9  # an image with torch and its libraries needs less
 WRONG_DIGEST = 3  # the exit code of stage_image.sh
-
-
-class ImageError(IngotError):
-    """docker or enroot failed."""
-
-    exit_code = EXIT_FAULT
 
 
 def build_image(tag: str, base_digest: str, fabric: str, arguments: Sequence[str], context: Path, force: bool) -> str:
@@ -43,12 +38,12 @@ def build_image(tag: str, base_digest: str, fabric: str, arguments: Sequence[str
         raise ConfigError(f"{context / DOCKERFILE} does not exist; run this in a checkout of ingot, or set --context")
     if _image_id(tag) and not force:
         raise ConfigError(f"the image {tag} already exists; choose another version, or replace it with --force")
-    root = Path(_output(["docker", "info", "--format", "{{.DockerRootDir}}"]))
+    root = Path(output_of(["docker", "info", "--format", "{{.DockerRootDir}}"]))
     if root.is_dir():  # otherwise docker runs on another machine
         _check_space(root, BUILD_BYTES)
     values = [f"BASE_DIGEST={base_digest}", f"FABRIC={fabric}", *arguments]
     options = [part for value in values for part in ("--build-arg", value)]
-    _run(["docker", "build", "--file", str(context / DOCKERFILE), "--tag", tag, *options, str(context)])
+    run_on_terminal(["docker", "build", "--file", str(context / DOCKERFILE), "--tag", tag, *options, str(context)])
     return _image_id(tag)
 
 
@@ -68,9 +63,9 @@ def import_image(image: str, output: Path, force: bool) -> str:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         _check_space(output.parent, SQUASH_BYTES)
-        _run(["enroot", "import", "--output", str(draft), image])
+        run_on_terminal(["enroot", "import", "--output", str(draft), image])
         if not draft.is_file() or not draft.stat().st_size:
-            raise ImageError(f"enroot reported success but did not write {output}")
+            raise ProgramError(f"enroot reported success but did not write {output}")
         with draft.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
@@ -130,24 +125,9 @@ def _check_space(folder: Path, needed: int) -> None:
 
 def _image_id(tag: str) -> str:
     """The id of a local docker image; empty if docker does not have it."""
-    return _output(["docker", "image", "inspect", "--format", "{{.Id}}", tag], missing="No such image")
-
-
-def _output(command: Sequence[str], missing: str | None = None) -> str:
-    _find(command[0])
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and not (missing and missing.lower() in done.stderr.lower()):
-        raise ImageError(f"{command[0]} failed: {' '.join(done.stderr.split())}")
-    return "" if done.returncode else done.stdout.strip()
-
-
-def _run(command: Sequence[str]) -> None:
-    """Run a command that prints to the terminal."""
-    _find(command[0])
-    if code := subprocess.run(command).returncode:
-        raise ImageError(f"{command[0]} {command[1]} failed with exit code {code}; its output is above")
-
-
-def _find(program: str) -> None:
-    if shutil.which(program) is None:
-        raise ConfigError(f"{program} is not on this machine; install it, or run this on a machine that has it")
+    try:
+        return output_of(["docker", "image", "inspect", "--format", "{{.Id}}", tag])
+    except ProgramError as error:
+        if "no such image" not in str(error).lower():
+            raise
+        return ""

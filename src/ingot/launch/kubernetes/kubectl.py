@@ -1,21 +1,11 @@
 """What ingot asks of a cluster, by way of kubectl and whatever login the user's kubectl has."""
 
 import json
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ingot.errors import EXIT_FAULT, ConfigError, IngotError
 from ingot.launch.kubernetes.objects import INSTANCE
-
-TIMEOUT_SECONDS = 120
-
-
-class KubernetesError(IngotError):
-    """The cluster refused, or could not be reached."""
-
-    exit_code = EXIT_FAULT
+from ingot.launch.programs import ProgramError, output_of
 
 
 def apply(manifest: str) -> str:
@@ -50,18 +40,9 @@ def delete(namespace: str, kind: str, name: str) -> None:
 
 
 def _kubectl(arguments: Sequence[str], text: str | None = None) -> str:
-    """What kubectl prints; an error is one sentence."""
-    if shutil.which("kubectl") is None:
-        raise ConfigError("kubectl is not on this machine; install it, or run this on a machine that has it")
-    command = ["kubectl", *arguments]
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        raise KubernetesError(
-            f"kubectl did not answer within {TIMEOUT_SECONDS} s; check that the cluster can be reached"
-        ) from None
-    if done.returncode:
-        reason = " ".join((done.stderr or done.stdout).split())
-        hint = "; its controller is not installed there: try another --kind" if "no matches for kind" in reason else ""
-        raise KubernetesError(f"kubectl failed: {reason}{hint}")
-    return done.stdout.strip()
+        return output_of(["kubectl", *arguments], text=text)
+    except ProgramError as error:
+        if "no matches for kind" not in str(error):
+            raise
+        raise ProgramError(f"{error}; its controller is not installed there: try another --kind") from None

@@ -1,1 +1,0 @@
-"""What a run will need, before a GPU is rented."""
