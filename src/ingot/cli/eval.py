@@ -1,37 +1,124 @@
 """`ingot eval`"""
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ingot.cli.commands import OptionCommand
+from ingot.cli.options import options_from
+from ingot.config.evaluation import EvalOptions
+from ingot.config.load import validate
+from ingot.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ingot.evaluation.tasks.offline import ModelReport
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=OptionCommand)
-def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run folder, checkpoint or Hugging Face folder.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Compute loss, perplexity and bits per byte of a model.
+class EvalCommand(OptionCommand):
+    """Takes several values after one `--tasks`."""
 
-    The data is the validation data of the run, unless overrides name other
-    data.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        out: list[str] = []
+        in_tasks = False
+        for argument in args:
+            if argument.startswith("-") or "=" in argument:
+                in_tasks = argument == "--tasks"
+                out += [] if in_tasks else [argument]
+            else:
+                out += ["--tasks", argument] if in_tasks else [argument]
+        return super().parse_args(ctx, out)
+
+
+@app.command(cls=EvalCommand)
+@options_from(EvalOptions, panels={"Downstream tasks": set(EvalOptions.model_fields)})
+def evaluate(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL... [KEY=VALUE]...", help="Run folders, checkpoints or Hugging Face folders."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="List the tasks that ship with ingot.")] = False,
+    **options: Any,
+) -> None:
+    """Measure the loss of a model, or its scores on tasks.
+
+    Without --tasks: loss, perplexity and bits per byte on the validation data
+    of the run, unless overrides name other data. With --tasks: downstream
+    tasks, and the perplexity of any text.
 
     Examples:
-      ingot eval runs/first
       ingot eval runs/first data.eval.path=./my-data data.eval.split=val
+      ingot eval runs/first --tasks arithmetic copy piqa.jsonl tasks_light.yaml
+      ingot eval runs/first/checkpoints/* --tasks lambada.jsonl --limit 500
     """
+    if show_list:
+        from ingot.evaluation.tasks.task_files import shipped_tasks
+
+        for name, description in shipped_tasks().items():
+            print(f"{name:16} {description}")
+        return
+    overrides = [given for given in models or [] if "=" in given and not Path(given).exists()]
+    paths = [Path(given) for given in models or [] if given not in overrides]
+    if not paths:
+        raise ConfigError("name what to evaluate: a run folder, a checkpoint or a Hugging Face folder")
+    if options.get("tasks"):
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: with --tasks the data come from the task files; leave it out")
+        _evaluate_tasks(paths, options, as_json)
+        return
+    if options:
+        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks")
+    if len(paths) > 1:
+        raise ConfigError("several models are compared on tasks; add --tasks, or evaluate one at a time")
     from ingot.evaluation.run import evaluate_run  # loads torch
 
-    result, data = evaluate_run(run, overrides or [])
+    result, data = evaluate_run(paths[0], overrides)
     if as_json:
         print(json.dumps(result.metrics()))
         return
     print(f"evaluated on {data}")
     for name, value in result.metrics().items():
         print(f"{name}: {value:.4f}")
+
+
+def _evaluate_tasks(paths: Sequence[Path], options: dict[str, Any], as_json: bool) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ingot.evaluation.tasks.offline import TaskRequest, evaluate_model, write_report
+    from ingot.evaluation.tasks.tables import model_tables, progress_table
+
+    given = validate(EvalOptions, options)
+    if given.out and len(paths) > 1:
+        raise ConfigError("--out names one file; leave it out, and each run keeps its own scores")
+    request = TaskRequest.of(given.tasks, given.gauntlet, given.num_fewshot, given.limit)
+    reports: list[ModelReport] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f}%"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        shown = bar.add_task("", total=None)
+        for path in paths:
+            reports.append(evaluate_model(
+                path, request, given.device, lambda line: bar.console.print(line, highlight=False, soft_wrap=True),
+                lambda what, done, total: bar.update(shown, description=what, completed=done, total=total),
+            ))  # fmt: skip
+            written = write_report(reports[-1], given.out, given.questions)
+            if written:
+                print(f"scores are in {written}", file=sys.stderr)
+    if as_json:
+        print(json.dumps([report.to_json(given.questions) for report in reports]))
+        return
+    for report in reports:
+        print("\n".join(model_tables(report)))
+    if len(reports) > 1:
+        print("\n".join(progress_table(reports)))

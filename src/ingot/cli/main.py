@@ -26,7 +26,7 @@ VERBS = {
         "demo": "Train a small model on a CPU in minutes, without a network.",
     },
     "Evaluate and use": {
-        "eval": "Compute loss, perplexity and bits per byte of a model.",
+        "eval": "Measure the loss of a model, or its scores on tasks.",
         "generate": "Continue a text with a model.",
         "export": "Convert a checkpoint to a format that other libraries read.",
         "import": "Convert another stack's checkpoint to a run folder.",

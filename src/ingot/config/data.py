@@ -6,8 +6,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ingot.config.base import Section, rule_error
-from ingot.config.names import plain_name
 from ingot.storage.byte_sizes import parse_bytes
+from ingot.storage.names import plain_name
 
 PARTS = ("train", "valid", "test")
 

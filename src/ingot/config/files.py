@@ -103,4 +103,8 @@ def _key_lines(node: yaml.Node, path: Path, prefix: str = "") -> dict[str, str]:
             dotted = f"{prefix}{key.value}"
             lines[dotted] = f"{path}:{key.start_mark.line + 1}"
             lines |= _key_lines(value, path, f"{dotted}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            lines[f"{prefix}{number}"] = f"{path}:{value.start_mark.line + 1}"
+            lines |= _key_lines(value, path, f"{prefix}{number}.")
     return lines

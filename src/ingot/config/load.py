@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 
 from ingot.config.error_messages import Origins, error_messages, first_problems
 from ingot.config.files import ConfigFile, check_interpolation, check_key, read_config_file
-from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
 from ingot.errors import ConfigError
+from ingot.storage.names import plain_name_from
 
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 

@@ -14,11 +14,11 @@ from ingot.config.base import Section, rule_error
 from ingot.config.data import DataConfig, SourceConfig
 from ingot.config.durations import Duration
 from ingot.config.model import ModelConfig
-from ingot.config.names import plain_name
 from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
 from ingot.config.training import GuardsConfig, LoggersConfig, OptimizerConfig, SchedulerConfig
 from ingot.errors import ConfigError
+from ingot.storage.names import plain_name
 
 PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
                      "amp_fp8": "fp8"}  # fmt: skip

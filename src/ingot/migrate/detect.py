@@ -17,7 +17,6 @@ from ingot.config.dotted_keys import all_keys, all_strings, ancestors, flatten
 from ingot.config.error_messages import Origins, first_problems
 from ingot.config.files import ConfigFile, check_interpolation, read_config_file
 from ingot.config.load import build_config, is_override, merge, read_override, resolve, validate
-from ingot.config.names import plain_name_from
 from ingot.config.recipes import find_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -27,6 +26,7 @@ from ingot.migrate.megatron import MEGATRON, read_words
 from ingot.migrate.neox import NEOX
 from ingot.migrate.script import read_script
 from ingot.migrate.translation import Dialect, Translation
+from ingot.storage.names import plain_name_from
 
 DIALECTS = {dialect.name: dialect for dialect in (FOUNDRY, NEOX, MEGATRON)}
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")

@@ -11,10 +11,10 @@ from ingot.checkpoint.hf.folder import TensorReader, export_hf, read_hf
 from ingot.checkpoint.load import open_weights
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.config.model import ModelConfig
-from ingot.config.names import plain_name_from
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, disk_error
 from ingot.storage.atomic import write_whole
+from ingot.storage.names import plain_name_from
 from ingot.version import __version__
 
 TOKENIZER_FILE = "tokenizer.json"

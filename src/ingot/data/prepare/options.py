@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 
 from ingot.config.base import Section, rule_error
 from ingot.config.error_messages import Origins, error_messages
-from ingot.config.names import plain_name
 from ingot.errors import DataError
 from ingot.storage.byte_sizes import parse_bytes
+from ingot.storage.names import plain_name
 
 SPLIT_SAMPLES = {"train_small": 100_000, "val_small": 10_000, "val_xsmall": 3_000, "val_xxsmall": 100}
 """LLM Foundry's truncated splits: how many samples each holds."""

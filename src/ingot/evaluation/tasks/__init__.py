@@ -1,0 +1,1 @@
+"""Downstream tasks: records to prompts, prompts to scores, scores to metrics."""

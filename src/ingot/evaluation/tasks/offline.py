@@ -1,0 +1,168 @@
+"""`ingot eval --tasks`: one or several finished models on tasks and texts, on one device."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ingot.checkpoint.hf.transfer import tokenizer_of
+from ingot.checkpoint.load import load_model
+from ingot.checkpoint.store import find_checkpoint
+from ingot.config.evaluation import GauntletConfig, TaskConfig
+from ingot.data.document_sample import DocumentSample
+from ingot.data.tokenizer import Tokenizer
+from ingot.errors import disk_error
+from ingot.evaluation.tasks.gauntlet import NAME, check_gauntlet, composite_scores
+from ingot.evaluation.tasks.run import PreparedTask, TaskScore, prepare_tasks, score_task
+from ingot.evaluation.tasks.scoring import Scorer
+from ingot.evaluation.tasks.task_files import is_text, load_gauntlet, load_tasks
+from ingot.evaluation.tasks.text import TextScore, score_text
+from ingot.model.gpt import GPT
+from ingot.storage.atomic import write_whole
+from ingot.storage.names import plain_name_from
+from ingot.version import __version__
+
+_MOST_TEXT = 1 << 40  # texts are scored whole
+
+
+@dataclass
+class TaskRequest:
+    """What to evaluate on."""
+
+    tasks: list[TaskConfig]
+    texts: list[str]
+    gauntlet: GauntletConfig | None = None
+    limit: int | None = None
+    """Only the first questions of each task."""
+
+    @classmethod
+    def of(
+        cls, names: Sequence[str], gauntlet: str | None = None, shots: int | None = None, limit: int | None = None
+    ) -> "TaskRequest":
+        """What some names mean; every file is looked at before a model is loaded."""
+        texts = [name for name in names if is_text(name)]
+        tasks = load_tasks([name for name in names if name not in texts], shots)
+        combined = load_gauntlet(gauntlet) if gauntlet else None
+        if combined:
+            check_gauntlet(combined, [(task.label, n) for task in tasks for n in task.num_fewshot])
+        return cls(tasks, texts, combined, limit)
+
+
+@dataclass
+class ModelReport:
+    """All scores of one model."""
+
+    path: Path
+    step: int | None  # of the checkpoint; None for a Hugging Face folder
+    run: Path | None
+    scores: list[TaskScore] = field(default_factory=list)
+    texts: list[TextScore] = field(default_factory=list)
+    composites: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric under the name that dashboards use."""
+        found: dict[str, float] = {}
+        for named in [s.named_metrics() for s in self.scores] + [t.named_metrics() for t in self.texts]:
+            found |= named
+        return found | {NAME + name: value for name, value in self.composites.items()}
+
+    def to_json(self, with_questions: bool = False) -> dict[str, Any]:
+        """What is written to RUN/evaluations/STEP.json."""
+        tasks = [
+            {"name": "/".join(filter(None, (s.label, f"{s.shots}-shot", s.category))), "metrics": s.metrics,
+             "standard_error": s.standard_error, "questions": s.questions, "cut_rows": s.cut_rows,
+             "seconds": round(s.seconds, 2), "sha256": s.sha256, "settings": s.settings}
+            | ({"judged": s.judged} if with_questions else {})
+            for s in self.scores
+        ]  # fmt: skip
+        versions = {"ingot": __version__, "torch": torch.__version__}
+        return {
+            "model": str(self.path),
+            "step": self.step,
+            "metrics": self.metrics(),
+            "tasks": tasks,
+            "versions": versions,
+        }
+
+
+def evaluate_model(
+    path: Path, request: TaskRequest, device: str, say: Callable[[str], None],
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> ModelReport:  # fmt: skip
+    """Load a model and score it. `progress` receives what is done, and tokens done and in all."""
+    on = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    precision = "bf16" if on.type == "cuda" else "fp32"
+    tokenizer = tokenizer_of(path)
+    report = _open_report(path)
+    model = load_model(report.path, on)
+    length = model.config.context
+    longest = length if model.config.positions == "learned" else None
+    prepared = prepare_tasks(request.tasks, tokenizer, length, longest, request.limit)
+    for found in _cut_prompts(prepared):
+        say(found)
+    say(f"{report.path}: {model.config.parameters:,} parameters on {on.type} in {precision}, rows of {length:,} tokens")
+    total, done = sum(p.tokens for p in prepared), 0
+    for task in prepared:
+        before = done
+
+        def advance(tokens: int, name: str = task.name, start: int = before, most: int = task.tokens) -> None:
+            nonlocal done
+            done = min(done + tokens, start + most)
+            progress(name, done, total)
+
+        report.scores.append(score_task(task, model, tokenizer, on, precision, advance))
+        done = before + task.tokens
+        progress(task.name, done, total)
+    for name in request.texts:
+        report.texts.append(_score_text(name, model, tokenizer, on, precision, length, say))
+    if request.gauntlet:
+        report.composites = composite_scores(request.gauntlet, report.scores, say)
+    return report
+
+
+def write_report(report: ModelReport, out: Path | None, with_questions: bool) -> Path | None:
+    """Write the scores to `out`, or into the run folder. A Hugging Face folder is left as it is."""
+    target = out or (report.run / "evaluations" / f"{report.step}.json" if report.run else None)
+    if target is None:
+        return None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, json.dumps(report.to_json(with_questions), indent=1, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise disk_error("write", target, error) from None
+    return target
+
+
+def _open_report(path: Path) -> ModelReport:
+    if (path / "config.json").is_file():
+        return ModelReport(path, None, None)
+    manifest = find_checkpoint(path)
+    return ModelReport(manifest.folder, manifest.step, manifest.folder.parent.parent)
+
+
+def _cut_prompts(prepared: Sequence[PreparedTask]) -> list[str]:
+    """A line about each task whose prompts do not fit."""
+    lines = []
+    for task in prepared:
+        cut = sum(row.is_cut for question in task.questions for row in question.rows)
+        if cut:
+            rows = sum(len(question.rows) for question in task.questions)
+            lines.append(f"{task.name}: {cut:,} of {rows:,} prompts are too long for a row and lose their beginning")
+    return lines
+
+
+def _score_text(
+    name: str, model: GPT, tokenizer: Tokenizer, device: torch.device, precision: str, length: int,
+    say: Callable[[str], None],
+) -> TextScore:  # fmt: skip
+    documents = DocumentSample.of([name], _MOST_TEXT, say=say)
+    documents.what = f"scoring {name}"
+    scored = score_text(
+        plain_name_from(Path(name).stem), documents, Scorer(model, device, precision), tokenizer, length
+    )
+    if documents.bad:
+        say(f"{name}: {len(documents.bad):,} bad records were skipped, such as {documents.bad[0]}")
+    return scored
