@@ -1,13 +1,13 @@
 # Everything starts here: `make demo`, `make test`. Both set up .venv by themselves, once.
-PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && { echo $$p; break; }; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
-.PHONY: setup demo test examples faults slurm lint clean
+.PHONY: setup demo test docs docs-serve examples faults slurm lint clean
 
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "ingot needs Python 3.11 or 3.12 on the PATH (or: make PYTHON=/path/to/python3.11)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "ingot needs Python 3.11, 3.12 or 3.13 on the PATH (or: make PYTHON=/path/to/python3.11)" >&2; exit 1; }
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "installing ingot and the pinned versions of constraints.txt into .venv (a minute or two, once)"
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
@@ -19,6 +19,17 @@ demo: setup
 # tests that share an expensive fixture run in one worker (groups in tests/conftest.py); in order, the longest first
 test: setup
 	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+docs: .venv/.docs-ready
+	.venv/bin/python tools/docs/build.py
+
+docs-serve: docs
+	@echo "http://127.0.0.1:8000 (Ctrl-C ends)"
+	@.venv/bin/python -m http.server --bind 127.0.0.1 --directory build/docs/html 8000
+
+.venv/.docs-ready: .venv/.ready
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	@touch $@
 
 examples: setup
 	.venv/bin/python -m pytest -n 2 tests/examples -m slow -k small_form_runs
@@ -37,6 +48,7 @@ lint: setup
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/python tools/check_structure.py
+	.venv/bin/python tools/check_prose.py
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info

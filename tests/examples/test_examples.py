@@ -95,8 +95,8 @@ def fake_programs(folder: Path) -> Path:
 
 def test_there_are_five_walk_throughs_and_all_are_listed() -> None:
     assert set(NAMES) == set(LEFT)
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    assert all(f"(examples/{name}/README.md)" in readme for name in NAMES)
+    page = (EXAMPLES.parent / "docs" / "guides" / "walk-throughs.md").read_text()
+    assert all(f"(../../examples/{name}/README.md)" in page for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

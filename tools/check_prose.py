@@ -1,0 +1,72 @@
+"""Rejects phrases that a native speaker would not write, in code, messages, help and documentation: part of `make lint`.
+
+python tools/check_prose.py [FILE_OR_FOLDER...]
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CHECKED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs", "examples", "containers", "tools")
+SUFFIXES = (".md", ".py", ".sh", ".yaml", ".toml", "Makefile", "Dockerfile")
+
+# A phrase as a regular expression, and what to write.
+PHRASES = {
+    r"(?<!there )(?<!here )\b(?:is|are|was|were) no (?!longer|more\b|less\b|fewer\b|better|faster|different|one\b|need\b|way\b)[a-z]+":
+        "'is not a ...', 'has no ...', or 'there is no ...'",
+    r"\bbeside\b": "'next to', 'along with', or rewrite",
+    r"\b(?:made |begin |drawn |put |written |start )anew\b|\banew\b": "'again', 'rebuilt'",
+    r"\bof ours\b": "'our'",
+    r"\bmend(?:s|ed|ing)?\b": "'fix'",
+    r"\bgives back\b|\bgive back\b": "'returns'",
+    r"\b(?:stands|stand) (?:in|at|beside|below|above) (?:the|its|a)\b": "'is in'",
+    r"\blies in\b|\blie in\b": "'is in'",
+    r"\bto be had\b": "'available'",
+    r"\bwould do\b(?! (?:it|so|this|that|the))": "'set X to at least N'",
+    r"\bleaves? word\b|\bwithout a word\b": "'reports', 'without reporting'",
+    r"\bto no avail\b": "'without success'",
+    r"\bas ever\b": "leave it out",
+    r"\bwill not do\b": "'is not allowed'",
+    r"\bgoes on behind\b|\bso many (?:samples|tokens|batches|seconds)\b|\bso long before\b": "'this many', 'continues after'",
+    r"\bare no numbers\b|\bis no number\b": "'is NaN or infinite'",
+    r"\b(?:colour|behaviour|licence|initialis|normalis|utilis|recognis|organis|favour|neighbour|centre)": "American spelling",
+}  # fmt: skip
+
+# Lines that may keep a phrase: (file, part of the line, why). Empty is best.
+ALLOWED: tuple[tuple[str, str, str], ...] = (
+    ("tools/check_prose.py", "", "it names the phrases"),
+    ("tests/v0_1", "", "v0.1 wrote these examples; they stay as they are"),
+)
+
+
+def main(arguments: list[str]) -> int:
+    places = [Path(a) for a in arguments] or [ROOT / name for name in CHECKED]
+    found = [problem for place in places for path in files(place) for problem in check(path)]
+    print("\n".join(found) if found else "prose: no violations")
+    return 1 if found else 0
+
+
+def files(place: Path) -> list[Path]:
+    every = sorted(place.rglob("*")) if place.is_dir() else [place]
+    return [path for path in every if path.is_file() and path.name.endswith(SUFFIXES)]
+
+
+def check(path: Path) -> list[str]:
+    """What to change, each with its place."""
+    path = path.resolve()
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if any(name.startswith(file) and part in line for file, part, _ in ALLOWED):
+            continue
+        for phrase, better in PATTERNS.items():
+            if match := phrase.search(line):
+                found.append(f"{name}:{number}: '{match[0]}': write {better}")
+    return found
+
+
+PATTERNS = {re.compile(phrase, re.IGNORECASE): better for phrase, better in PHRASES.items()}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

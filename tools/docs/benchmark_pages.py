@@ -1,0 +1,261 @@
+"""Tables and charts of docs/performance.md, from the results in benchmarks/results."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+INGOT, PEER = "#2962a5", "#b3b9c2"
+FOLDER = "docs/generated"
+
+
+def pages(results: Path) -> dict[str, str]:
+    gpu, data = _read(results, "gpu"), _read(results, "data")
+    faults, launch = _read(results, "faults"), _read(results, "launch")
+    saves, graphs = _read(results, "checkpoint")["results"], _read(results, "cuda_graphs")
+    made = {
+        "gpu.md": gpu_table(gpu),
+        "gpu.svg": gpu_chart(gpu),
+        "gpu-train.md": train_table(gpu),
+        "prepare.md": prepare_table(data),
+        "prepare.svg": prepare_chart(data),
+        "loading.md": loading_table(data),
+        "loading.svg": loading_chart(data),
+        "streaming.md": streaming_table(data),
+        "checkpoints.md": checkpoint_table(saves),
+        "checkpoints.svg": checkpoint_chart(saves),
+        "recovery.md": recovery_table(faults, launch),
+        "cuda-graphs.md": graph_table(graphs),
+        "profile.md": profile_table(gpu),
+        "kernels.md": kernel_table(_read(results, "gpu_kernels")),
+        "losses.md": loss_table(_read(results, "gpu_losses")),
+        "memory.md": memory_table(gpu),
+    }
+    return {f"{FOLDER}/{name}": text for name, text in made.items()}
+
+
+def _read(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: list[str], rows: list[list[object]]) -> str:
+    """A Markdown table; every column but the first is aligned to the right."""
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
+
+
+def bars(labels: list[str], values: list[float], unit: str, log: bool = False) -> str:
+    """A chart of horizontal bars, ingot's in its own color, as SVG."""
+    figure, axes = plt.subplots(figsize=(7.5, 0.4 * len(labels) + 0.8))
+    drawn = axes.barh(labels, values, color=[INGOT if label.startswith("ingot") else PEER for label in labels])
+    axes.bar_label(drawn, [f" {value:,.3g}" if value < 1000 else f" {value:,.0f}" for value in values])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    if log:
+        axes.set_xscale("log")
+    axes.margins(x=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", bbox_inches="tight", transparent=False, metadata={"Date": None})
+    plt.close(figure)
+    return text.getvalue()
+
+
+# --- training on one GPU
+
+
+def _gpu_rows(gpu: Any) -> list[dict[str, Any]]:
+    sizes = ["125m", "350m", "760m", "1b", "3b", "7b"]
+    return sorted(gpu["rows"], key=lambda r: (sizes.index(r["model"]), r["positions"], -r["tokens_per_second"]))
+
+
+def _system(row: dict[str, Any]) -> str:
+    names = {
+        "nanogpt": "nanoGPT, compiled",
+        "torch": "nn.TransformerEncoder, compiled",
+        "hf": "transformers GPT-2, compiled",
+    }
+    name = names.get(row["system"], row["system"])
+    return f"{name}, {row['optimizer']}" if row.get("optimizer", "adamw") != "adamw" else name
+
+
+def gpu_table(gpu: Any) -> str:
+    head = ["model", "positions", "precision", "system", "tokens/s", "MFU", "memory, GiB", "loss against fp32"]
+    rows: list[list[object]] = []
+    for r in _gpu_rows(gpu):
+        difference = r["loss"] / r["reference_loss"] - 1 if r.get("loss") and r.get("reference_loss") else None
+        rows.append([r["model"], r["positions"], r["precision"], _system(r), f"{r['tokens_per_second']:,.0f}",
+                     f"{r['mfu_full']:.1%}", r["memory_gib"],
+                     f"{difference:+.2%}" if difference is not None else ""])  # fmt: skip
+    return table(head, rows)
+
+
+def gpu_chart(gpu: Any) -> str:
+    rows = [r for r in _gpu_rows(gpu) if r["positions"] == "learned" and r["precision"] == "bf16"]
+    rows = [r for r in rows if r["system"] in ("ingot", "nanogpt") and r.get("optimizer", "adamw") == "adamw"]
+    labels = [f"{'ingot' if r['system'] == 'ingot' else 'nanoGPT'}, {r['model']}" for r in rows]
+    return bars(labels, [100 * r["mfu_full"] for r in rows], "MFU, percent (bf16, learned positions)")
+
+
+def train_table(gpu: Any) -> str:
+    alone = {r["model"]: r for r in gpu["rows"]
+             if r["system"] == "ingot" and r["positions"] == "learned" and r["precision"] == "bf16"
+             and r.get("optimizer", "adamw") == "adamw"}  # fmt: skip
+    rows: list[list[object]] = [
+        [r["model"], f"{r['tokens_per_second']:,.0f}", f"{r['tokens_per_second'] / alone[r['model']]['tokens_per_second']:.1%}",
+         r["seconds_to_first_step"]]
+        for r in gpu["train"]
+    ]  # fmt: skip
+    return table(["model", "tokens/s of `ingot train`", "of the step alone", "seconds to the first step"], rows)
+
+
+def profile_table(gpu: Any) -> str:
+    runs = gpu["profile"]
+    names = [
+        f"{r['model']}{' ALiBi' if r['positions'] == 'alibi' else ''}{' fp8' if r['precision'] == 'fp8' else ''}"
+        for r in runs
+    ]
+    rows: list[list[object]] = []
+    for kind in runs[0]["milliseconds"]:
+        shares = [r["milliseconds"][kind] / sum(r["milliseconds"].values()) for r in runs]
+        rows.append([kind, *(f"{share:.1%}" for share in shares)])
+    rows.append(["step, ms", *(f"{sum(r['milliseconds'].values()):,.0f}" for r in runs)])
+    rows.append(["clock, MHz", *(f"{r['sm_mhz']:.0f}" for r in runs)])
+    rows.append(["power, W", *(f"{r['watts']:.0f}" for r in runs)])
+    return table(["", *names], rows)
+
+
+def kernel_table(kernels: Any) -> str:
+    rows: list[list[object]] = [
+        [f"{r['model']}: {r['kernel']}", f"{r['ms']:.2f}", "" if r["peer_ms"] is None else f"{r['peer_ms']:.2f}", f"{r['of_limit']:.0%}"]
+        for r in kernels["rows"]
+    ]  # fmt: skip
+    return table(["kernel, forward and backward", "ms", "what it replaces, ms", "of the hardware limit"], rows)
+
+
+def loss_table(losses: Any) -> str:
+    """The last loss of each run against fp32 with the same seed."""
+    references = {r["seed"]: r["losses"] for r in losses["rows"] if r["system"] == "reference"}
+    rows: list[list[object]] = []
+    for r in losses["rows"]:
+        if r["system"] != "reference":
+            apart = [own / other - 1 for own, other in zip(r["losses"], references[r["seed"]], strict=True)]
+            rows.append([f"{r['system']}, seed {r['seed']}", f"{apart[-1]:+.2%}", f"{max(apart, key=abs):+.2%}"])
+    return table(["model of 7b in bf16", "last of 20 steps, against fp32", "largest difference"], sorted(rows, key=str))
+
+
+def memory_table(gpu: Any) -> str:
+    rows: list[list[object]] = [
+        [r["budget"], f"{r['tokens_per_second']:,}", r["memory_gib"]] for r in reversed(gpu["budget"])
+    ]
+    return table(["`activation_checkpointing`", "tokens/s", "memory, GiB"], rows)
+
+
+def graph_table(graphs: Any) -> str:
+    rows: list[list[object]] = [
+        [r["model"], r["microbatch"], f"{r['launched']:,}", f"{r['graph']:,}", f"{r['graph'] / r['launched']:.2f}"]
+        for r in graphs["rows"]
+    ]
+    return table(
+        ["model", "microbatch", "tokens/s, kernels launched one by one", "tokens/s, CUDA graph", "ratio"], rows
+    )
+
+
+# --- data
+
+
+def prepare_table(data: Any) -> str:
+    rows = [r for section in ("prepare", "prepare-peers") for r in data["sections"][section]["rows"]]
+    body: list[list[object]] = [
+        [r["what"], f"{r['mb']:,.0f}", f"{r['mb_per_s']:,.0f}" if r["mb_per_s"] > 10 else f"{r['mb_per_s']:.1f}", f"{r['pss_mb']:,.0f}"]
+        for r in rows
+    ]  # fmt: skip
+    return table(["text to shards, whole command", "input, MB", "MB/s", "memory, MB"], body)
+
+
+def prepare_chart(data: Any) -> str:
+    ours = [r for r in data["sections"]["prepare"]["rows"] if r["what"] in
+            ("ingot prepare, jsonl to mds, 2 workers", "ingot prepare, jsonl to indexed, 2 workers")]  # fmt: skip
+    rows = ours + data["sections"]["prepare-peers"]["rows"]
+    return bars(
+        [r["what"].split(" (")[0] for r in rows], [r["mb_per_s"] for r in rows], "MB of text per second", log=True
+    )
+
+
+def loading_table(data: Any) -> str:
+    rows = [r for section in ("loading", "loading-peers") for r in data["sections"][section]["rows"]]
+    body: list[list[object]] = []
+    for r in rows:
+        first, resumed = (f"{1000 * r[key]:,.1f}" if key in r else "" for key in ("first_batch_s", "resumed_s"))
+        body.append([r["what"], f"{r['samples_per_s']:,.0f}" if "samples_per_s" in r else "", first, resumed])
+    return table(["shuffled samples of 2,048 tokens", "samples/s", "first batch, ms", "resumed, ms"], body)
+
+
+def loading_chart(data: Any) -> str:
+    rows = [r for section in ("loading", "loading-peers") for r in data["sections"][section]["rows"]]
+    rows = [r for r in rows if "samples_per_s" in r and "batch 8" in r["what"] and "memmap" not in r["what"]]
+    return bars([r["what"].removesuffix(", batch 8") for r in rows], [r["samples_per_s"] for r in rows],
+                "samples of 2,048 tokens per second, batches of 8", log=True)  # fmt: skip
+
+
+def streaming_table(data: Any) -> str:
+    rows: list[list[object]] = [
+        [r["what"], f"{r['mb_per_s']:,.0f}", f"{r['share_of_plain']:.0%}"]
+        for r in data["sections"]["streaming"]["rows"]
+    ]
+    return table(["from an object store on loopback", "MB/s", "of plain downloads"], rows)
+
+
+# --- checkpoints and recovery
+
+
+def _stalls(saves: Any) -> list[tuple[str, dict[str, float]]]:
+    found = []
+    for run in saves:
+        device = (
+            "H200"
+            if run["device"] != "cpu"
+            else f"CPU, {run['processes']} process{'es' if run['processes'] > 1 else ''}"
+        )
+        times = {name: value["median"] for name, value in run["seconds"].items() if isinstance(value, dict)}
+        found.append((f"{device}, {run['state_bytes'] / 1e9:.1f} GB", times))
+    return found
+
+
+def checkpoint_table(saves: Any) -> str:
+    names = ["torch.save, stall", "dcp.save, stall", "dcp.async_save, stall", "ingot, stall", "ingot, total"]
+    rows: list[list[object]] = [
+        [where, *(f"{1000 * times[name]:,.1f}" if name in times else "" for name in names)]
+        for where, times in _stalls(saves)
+    ]
+    return table(["milliseconds", *names], rows)
+
+
+def checkpoint_chart(saves: Any) -> str:
+    where, times = _stalls(saves)[-1]
+    names = [
+        name
+        for name in ("torch.save, stall", "dcp.save, stall", "dcp.async_save, stall", "ingot, stall")
+        if name in times
+    ]
+    return bars(
+        names, [1000 * times[name] for name in names], f"milliseconds that training stops per save ({where})", log=True
+    )
+
+
+def recovery_table(faults: Any, launch: Any) -> str:
+    seconds = launch["seconds"]
+    rows: list[list[object]] = [
+        ["killed process detected", f"{faults['detection_seconds']['median']:.2f}"],
+        ["killed process to training again, one machine", f"{faults['back_seconds']['median']:.1f}"],
+        ["`sbatch` to the first step, Slurm", f"{seconds['submit_to_first_step']:.1f}"],
+        ["rank dies to training again, inside the allocation", f"{seconds['rank_death_to_stepping_inside_the_allocation']:.1f}"],
+        ["job dies to training again, next job of the chain", f"{seconds['job_death_to_stepping_in_the_next_of_the_chain']:.1f}"],
+        ["requeue to training again", f"{seconds['requeue_to_stepping']:.1f}"],
+    ]  # fmt: skip
+    return table(["from what to what", "seconds"], rows)
