@@ -6,14 +6,12 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import click
-import typer
 from peer_pages import native_names
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from ingot.cli.main import app
+from ingot.cli.main import all_commands
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
 from ingot.config.run import RunConfig
@@ -45,37 +43,38 @@ def code(text: object) -> str:
 # --- verbs
 
 
-def commands(command: click.Command | None = None, path: str = "ingot") -> Iterator[tuple[str, click.Command]]:
-    """Every verb with its full name, subcommands included."""
-    command = command or typer.main.get_command(app)
-    if build := getattr(command.callback, "build_command", None):  # options that come from a config section
-        command = build()
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from commands(inner, f"{path} {name}")
-    if not getattr(command, "commands", {}):
-        yield path, command
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every verb with its full name, in the order of `ingot --help`; of a group, its subcommands."""
+    for name, command in all_commands():
+        if not getattr(command, "commands", None):
+            yield name, command
 
 
 def verbs_page() -> str:
-    lines = ["# Verbs", "", "Made from the command line's own help. Every verb also takes `--debug`: the stack trace of a "
-             "failure then goes to `ingot-debug.log`."]  # fmt: skip
+    lines = [
+        "# Verbs",
+        "",
+        "Made from the command line's own help. Every verb also takes `--debug`: the stack trace of a failure then goes to "
+        "`ingot-debug.log`. Options are accepted with hyphens or underscores.",
+    ]
     for name, command in commands():
         lines += ["", f"## {name}", "", *_help(command.help or "")]
-        arguments = [p for p in command.params if isinstance(p, click.Argument) or p.param_type_name == "argument"]
-        options = [p for p in command.params if p not in arguments and not getattr(p, "hidden", False)]
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        options = [
+            p for p in command.params if p not in arguments and not getattr(p, "hidden", False) and p.name != "help"
+        ]
         lines += _parameter_table("argument", [(p.metavar or p.name.upper(), p) for p in arguments])
         lines += _parameter_table("option", [("` `".join((*p.opts, *p.secondary_opts)), p) for p in options])
     return "\n".join(lines) + "\n"
 
 
 def _help(text: str) -> Iterator[str]:
-    """Help as Markdown; the lines of examples become code."""
-    for paragraph in inspect.cleandoc(text).replace("\b\n", "").split("\n\n"):
-        body = " ".join(paragraph.split())
-        if body.startswith("Example: "):
-            yield from ("```text", body.removeprefix("Example: "), "```", "")
-        else:
-            yield from (re.sub(r"\[/?(bold|dim)\]", "", body).replace("<", "&lt;"), "")
+    """Help as Markdown; what follows `Examples:` becomes code."""
+    prose, _, examples = inspect.cleandoc(text).replace("\b\n", "").partition("Examples:\n")
+    for paragraph in prose.strip().split("\n\n"):
+        yield from (" ".join(paragraph.split()).replace("<", "&lt;"), "")
+    if examples.strip():
+        yield from ("```text", inspect.cleandoc(examples), "```", "")
 
 
 def _parameter_table(title: str, parameters: list[tuple[str, Any]]) -> list[str]:
@@ -155,17 +154,18 @@ def config_page() -> str:
         "also `30min` or `23.5h`. *Elsewhere* lists what LLM Foundry, Megatron-LM and GPT-NeoX call a key, where the value "
         "is taken as it is; [all of their keys](peers/index.md).",
     ]
-    names, section = native_names(), None
+    names = native_names()
+    sections: dict[str, list[tuple[str, FieldInfo, Any]]] = {}
     for key, field, schema in config_fields():
-        group = key.rpartition(".")[0]
-        if group != section:
-            section = group
-            title = f"{group}" if group else "The run"
-            lines += ["", f"## {title}", "", cell(inspect.cleandoc(schema.__doc__ or "")), "",
-                      "| key | type | default | meaning | elsewhere |", "|---|---|---|---|---|"]  # fmt: skip
-        peers = "; ".join(f"{peer} {', '.join(map(code, keys))}" for peer, keys in names.get(key, {}).items())
-        meaning = cell(field.description or "")
-        lines.append(f"| {code(key)} | {type_name(field.annotation)} | {default_of(field)} | {meaning} | {peers} |")
+        sections.setdefault(key.rpartition(".")[0], []).append((key, field, schema))
+    for section, rows in sections.items():
+        doc = inspect.cleandoc(rows[0][2].__doc__ or "")
+        lines += ["", f"## {section or 'The run'}", "", cell(doc), ""]
+        lines += ["| key | type | default | meaning | elsewhere |", "|---|---|---|---|---|"]
+        for key, field, _ in rows:
+            peers = "; ".join(f"{peer} {', '.join(map(code, keys))}" for peer, keys in names.get(key, {}).items())
+            meaning = cell(field.description or "")
+            lines.append(f"| {code(key)} | {type_name(field.annotation)} | {default_of(field)} | {meaning} | {peers} |")
     return "\n".join(lines) + "\n"
 
 

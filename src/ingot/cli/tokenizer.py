@@ -22,6 +22,7 @@ Texts = Annotated[list[str] | None, typer.Option("--text", help="Text to measure
 Key = Annotated[str, typer.Option(help="Field or column of JSON, Parquet and CSV files that holds the text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Argument(metavar="TOKENIZER", help="Folder, tokenizer.json or hub id.")]
+Sample = Annotated[str, typer.Option(help="Most bytes of text to encode.")]
 Names = Annotated[list[str], typer.Argument(metavar="TOKENIZER...", help="Folders, files or hub ids.")]
 
 
@@ -62,7 +63,7 @@ def train(
 
 
 @app.command("show", cls=OptionCommand)
-def show(name: Name, text: Texts = None, sample: str = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
+def show(name: Name, text: Texts = None, sample: Sample = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
     """Show what a tokenizer is, and how it encodes a text of yours.
 
     Examples:
@@ -93,7 +94,9 @@ def show(name: Name, text: Texts = None, sample: str = "10MB", key: Key = "text"
 
 
 @app.command("compare", cls=OptionCommand)
-def compare(names: Names, text: Texts = None, sample: str = "10MB", key: Key = "text", as_json: AsJson = False) -> None:
+def compare(
+    names: Names, text: Texts = None, sample: Sample = "10MB", key: Key = "text", as_json: AsJson = False
+) -> None:
     """Compare tokenizers by the number of tokens they need for your text.
 
     Examples:
