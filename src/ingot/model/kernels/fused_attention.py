@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from ingot.config.model import ModelConfig
 from ingot.model.attention import Attend, Attention, KVCache, SdpaAttention
+from ingot.model.dropout import attention_keys
 from ingot.model.kernels.bf16_weights import linear_without_bias_grad
 from ingot.model.kernels.conditions import TRITON, autocast_dtype, kernels_apply
+
+MOST_WIDTH = 128  # of heads in our kernel: wider ones would not fit into the registers
 
 if TRITON:
     from ingot.model.kernels.alibi_attention import alibi_attention
@@ -24,19 +27,27 @@ def choose_attention(config: ModelConfig, device: torch.device, precision: str) 
     special = {
         "ALiBi": config.positions == "alibi", "document masks": config.document_mask,
         "a sliding window": config.sliding_window is not None,
+        "dropout of attention weights": config.attn_pdrop > 0,
+        "deterministic=true": torch.are_deterministic_algorithms_enabled() and device.type == "cuda",
     }  # fmt: skip
     what = ", ".join(name for name, wanted in special.items() if wanted)
     if not what:
         return "sdpa", "plain causal attention: torch picks cuDNN, Flash or its CPU kernel"
+    plain = "by the formula" if config.attn_pdrop > 0 else "torch's kernels, masks added to the scores"
     if device.type != "cuda":
-        return "sdpa", f"{what} as an additive mask, since our kernel for it needs a GPU"
+        return "sdpa", f"{what}: {plain}, since our kernel for it needs a GPU"
     if precision == "fp32":
-        return "sdpa", f"{what} as an additive mask, since our kernel for it is not exact enough for fp32"
-    if config.attn_pdrop > 0:
-        return "sdpa", f"{what} as an additive mask, since our kernel for it has no dropout"
+        return "sdpa", f"{what}: {plain}, since our kernel for it is not exact enough for fp32"
     if not TRITON:
-        return "sdpa", f"{what} as an additive mask, since our kernel for it needs Triton, which is not installed"
-    return "triton", f"our kernel for {what}, which skips what is not seen"
+        return "sdpa", f"{what}: {plain}, since our kernel for it needs Triton, which is not installed"
+    if config.head_width > MOST_WIDTH:
+        return "sdpa", f"{what}: {plain}, since our kernel takes heads of up to {MOST_WIDTH}, not {config.head_width}"
+    costs = {
+        "dropout of attention weights": "with it, attention takes about twice the time of cuDNN's",
+        "deterministic=true": "attention takes about 1.5 times the time of cuDNN's backward pass, whose sums vary",
+    }  # fmt: skip
+    cost = next((text for name, text in costs.items() if special[name]), "which skips what is not seen")
+    return "triton", f"our kernel for {what}; {cost}"
 
 
 def visible_span(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
@@ -66,28 +77,33 @@ class AlibiAttention:
         if slopes is None:
             slopes = torch.zeros(config.n_heads)[reference.heads]
         self.slopes = slopes.to(device)  # [H]
+        self.pdrop, self.first_head = config.attn_pdrop, reference.heads.start
 
     def prepare(self, new: int, total: int, device: torch.device, documents: Tensor | None = None) -> Attend:
         if new != total or autocast_dtype(device) is None:  # fp32 products would be in TF32
             return self.reference.prepare(new, total, device, documents)
-        return AlibiAttend(self.slopes, self.scale, visible_span(new, self.window, documents, device))
+        return AlibiAttend(self, visible_span(new, self.window, documents, device))
 
 
 class AlibiAttend:
     """One forward pass of AlibiAttention."""
 
-    def __init__(self, slopes: Tensor, scale: float, span: Tensor | None):
-        self.slopes, self.scale, self.span = slopes, scale, span
+    def __init__(self, op: AlibiAttention, span: Tensor | None):
+        self.slopes, self.scale, self.span = op.slopes, op.scale, span
+        self.pdrop, self.first_head = op.pdrop, op.first_head
 
-    def fused(self, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+    def fused(self, qkv: Tensor, keys: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """[B, T, G, queries + key + value, D] to [B, T, H, D]; the gradient of `bias`, which the projection has
         added, is left to the kernel."""
-        return alibi_attention(qkv, self.slopes, self.scale, self.span, bias)[0]
+        rows = None
+        if keys is not None and self.pdrop > 0:
+            rows = attention_keys(keys, self.first_head, len(self.slopes), 0, qkv.shape[1])
+        return alibi_attention(qkv, self.slopes, self.scale, self.span, bias, rows, self.pdrop)[0]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
         q = q.transpose(1, 2).unflatten(2, (k.shape[1], -1))  # [B, T, G, queries, D]
         k, v = (t.transpose(1, 2).unsqueeze(3) for t in (k, v))
-        return self.fused(torch.cat([q, k, v], 3)).transpose(1, 2)
+        return self.fused(torch.cat([q, k, v], 3), keys).transpose(1, 2)
 
 
 class FusedAttention(Attention):
@@ -113,9 +129,9 @@ class FusedAttention(Attention):
         fuse_bias = self.fuse_bias and kernels_apply(x)
         if isinstance(attend, AlibiAttend) and cache is None:
             if not fuse_bias:
-                return attend.fused(self.project(x)).flatten(2)
+                return attend.fused(self.project(x), keys).flatten(2)
             qkv, bias = linear_without_bias_grad(self.qkv, x)
-            return attend.fused(qkv.unflatten(2, (groups, -1, width)), bias).flatten(2)
+            return attend.fused(qkv.unflatten(2, (groups, -1, width)), keys, bias).flatten(2)
         if fuse_bias and cache is None:
             q, k, v = split_heads(*linear_without_bias_grad(self.qkv, x), groups, width)
             return attend(q, k, v, keys).transpose(1, 2).flatten(2)

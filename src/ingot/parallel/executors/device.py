@@ -1,6 +1,7 @@
 """The device of this process: which one, its memory, its peak FLOP/s, and whether kernels are compiled and
 deterministic there."""
 
+import os
 import time
 from functools import cache
 
@@ -61,13 +62,32 @@ def set_memory_budget(part: float, compiled: bool) -> None:
 
 
 def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) -> bool:
-    """Ask torch for deterministic kernels if the run wants them. Return whether it does."""
+    """Ask torch for deterministic kernels if the run wants them. Return whether it does.
+
+    With `deterministic=true`, an operation without a deterministic kernel is an error (`nondeterministic_operation`).
+    """
     wanted = config.deterministic is True or (config.deterministic == "auto" and device.type == "cpu")
+    strict = config.deterministic is True
+    if wanted and device.type == "cuda":  # before the first matrix product; as large as torch's own on Hopper
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if compiled:
-        torch.use_deterministic_algorithms(wanted, warn_only=True)
+        torch.use_deterministic_algorithms(wanted, warn_only=not strict)
     else:  # the same, without importing the compiler, which takes a second
-        torch.set_deterministic_debug_mode("warn" if wanted else "default")
+        torch.set_deterministic_debug_mode("error" if strict else "warn" if wanted else "default")
+    if wanted:  # by default torch also fills each new tensor, which costs time and changes no result here
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return wanted
+
+
+def nondeterministic_operation(error: BaseException) -> ConfigError | None:
+    """What to tell the user if torch has refused an operation under `deterministic=true`."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "deterministic" not in text:
+        return None
+    return ConfigError(
+        f"deterministic=true is not possible with this model and device: {text.partition(chr(10))[0]} "
+        "Set deterministic=false, or change the option that uses this operation"
+    )
 
 
 @cache
