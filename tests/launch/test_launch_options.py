@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-TRAIN = {"--config", "-c", "--updates", "-y", "--dialect"}
+TRAIN = {"--config", "-c", "--updates", "-y", "--dialect", "--set", "--pick"}
 LOCAL = {"--profile", "--name", "--env", "--secret"}
 PROCESSES = {"--gpus-per-node", "--processes-per-node"}
 CLUSTER = {"--nodes", "-N", "--cpus-per-task", "--image", "-i", "--mounts", "-m", "--exclude", "-x", "--preflight",

@@ -3,12 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
 
 from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.cli.options import options_from
+from ingot.cli.script_options import PANELS, ScriptSettings, script_arguments
 from ingot.config.error_messages import Origins
 from ingot.config.load import to_yaml, validate
 from ingot.config.run import RunConfig
@@ -29,8 +31,10 @@ def schema() -> None:
 
 
 @app.command("show", cls=OptionCommand)
+@options_from(ScriptSettings, panels=PANELS)
 def show(
     arguments: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="As for train.")],
+    **options: Any,
 ) -> None:
     """Check a config and print it with every default filled in.
 
@@ -38,10 +42,11 @@ def show(
       ingot config show mpt-125m model.n_layers=6
       ingot config show my-run.yaml optimizer.lr=1e-4
     """
-    print(to_yaml(load_run_config(arguments)), end="")
+    print(to_yaml(load_run_config([*arguments, *script_arguments(options)])), end="")
 
 
 @app.command("convert", cls=OptionCommand)
+@options_from(ScriptSettings, panels=PANELS)
 def convert(
     arguments: Annotated[
         list[str], typer.Argument(metavar="FILES [KEY=VALUE]...", help="Files of another stack, overrides in its keys.")
@@ -57,18 +62,24 @@ def convert(
     report: Annotated[
         Path | None, typer.Option(help="Write what became of each key to this file, as a Markdown table.")
     ] = None,
+    **scripts: Any,
 ) -> None:
     """Convert another stack's config to a native one.
 
     Ends with what became of each of its keys. A config that cannot be
-    translated exactly is refused, and no recipe is printed.
+    translated exactly is refused, and no recipe is printed. A script is read,
+    never run: --set gives what it takes from its caller or environment.
 
     Examples:
+      ingot config convert gpt3.sh --set NNODES=2 > gpt3.yaml
       ingot config convert mpt-125m.yaml max_duration=100ba > mine.yaml
       ingot config convert -d configs 1-4B local_setup train_batch_size=1024
     """
     options = {"peer_version": peer_version, "conf_dir": folder}
-    translation = translate([*arguments, *(f"{key}={value}" for key, value in options.items() if value)], dialect)
+    translation = translate(
+        [*arguments, *(f"{key}={value}" for key, value in options.items() if value), *script_arguments(scripts)],
+        dialect,
+    )
     if report is not None:
         report.write_text(translation.report(), encoding="utf-8")
     for warning in translation.warnings:

@@ -3,11 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ingot.cli.commands import OptionCommand
+from ingot.cli.options import options_from
+from ingot.cli.script_options import PANELS, ScriptSettings, script_arguments
 from ingot.config.recipes import check_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -24,6 +26,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=OptionCommand)
+@options_from(ScriptSettings, panels=PANELS)
 def train(
     arguments: Annotated[
         list[str], typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="Recipe, config files, overrides.")
@@ -50,6 +53,7 @@ def train(
     master_port: Annotated[
         int | None, typer.Option("--master_port", help="A free port of machine 0.", rich_help_panel=SEVERAL_MACHINES)
     ] = None,
+    **options: Any,
 ) -> None:
     """Train a model, or continue an interrupted run.
 
@@ -65,6 +69,7 @@ def train(
     """
     use_expandable_segments()
     check_recipe(arguments)
+    arguments = [*arguments, *script_arguments(options)]
     config = load_run_config(arguments, dialect)
     here = find_rank_env()
     if here.world > 1 and (nproc or world_size):
@@ -74,8 +79,8 @@ def train(
         batch = config.global_train_batch_size
         choose_layout(config.parallel, node.world, config.model, batch, StepShape.of(config), node=node.processes)
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
-            options = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
-            command = ["train", *options, "--", *arguments]
+            flags = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
+            command = ["train", *flags, "--", *arguments]
             sys.exit(run_processes(command, node, Path(config.run_folder)))
     if here.rank == 0:
         clear_stop_request(Path(config.run_folder))

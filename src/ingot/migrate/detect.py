@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,19 @@ from ingot.migrate.containers import unwrap
 from ingot.migrate.foundry import FOUNDRY, native_override
 from ingot.migrate.megatron import MEGATRON, read_words
 from ingot.migrate.neox import NEOX
-from ingot.migrate.script import read_script
+from ingot.migrate.shell.script import ScriptArguments
+from ingot.migrate.shell.source import (
+    SUFFIXES,
+    command_line,
+    is_script,
+    read_source,
+    take_options,
+    takes_variable,
+)  # fmt: skip
 from ingot.migrate.translation import Dialect, Translation
 from ingot.storage.names import plain_name_from
 
 DIALECTS = {dialect.name: dialect for dialect in (FOUNDRY, NEOX, MEGATRON)}
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 MICROBATCH = "device_train_microbatch_size"  # native in every vocabulary: out-of-memory errors name it
 ANYWHERE = (MICROBATCH, "peer_version", "conf_dir")  # may also come after Megatron's arguments
 
@@ -68,25 +75,64 @@ class Command:
     words: list[str]
     dialect: Dialect | None
     peer_version: str | None = None
+    unsettled: dict[str, str] = field(default_factory=dict)
+    """Keys whose values a script takes from elsewhere, and from where."""
+    warnings: list[str] = field(default_factory=list)
 
 
 def _read_command(arguments: Sequence[str], dialect: str | None) -> Command:
     if dialect is not None and dialect not in DIALECTS:
         raise ConfigError(f"there is no dialect {dialect}; there are {', '.join(DIALECTS)}")
+    scripts, arguments = take_options(arguments)
     options = {key: value for key, _, value in (a.partition("=") for a in arguments) if key in ANYWHERE}
     arguments = [a for a in arguments if a.partition("=")[0] not in ANYWHERE]
-    start = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
-    words = list(arguments[start:])
-    overrides = [a for a in arguments[:start] if is_override(a)]
-    names, folder = [a for a in arguments[:start] if a not in overrides], options.get("conf_dir")
-    files = [_read_file(_in_folder(a, folder) if folder else find_recipe(a)) for a in names]
-    kind, version = DIALECTS.get(dialect or ("megatron" if words else _detect(files))), options.get("peer_version")
-    if kind is None:
-        overrides = native_overrides(overrides)
-        if version is not None:
-            raise ConfigError(f"--peer-version {version} applies to files of another stack, and these are native")
-    overrides += [f"{MICROBATCH}={options[MICROBATCH]}"] if MICROBATCH in options else []
-    return Command(files, overrides, words, kind, version)
+    command, names = Command([], [], [], None, options.get("peer_version")), list[str]()
+    if (found := command_line(arguments, scripts)) is not None:
+        command.dialect = MEGATRON
+        _add_script(command, Path("command line"), found)
+    else:
+        start = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+        command.words = list(arguments[start:])
+        command.overrides = [a for a in arguments[:start] if is_override(a)]
+        names = [a for a in arguments[:start] if a not in command.overrides]
+    folder = options.get("conf_dir")
+    paths = [_in_folder(name, folder) if folder else find_recipe(name) for name in names]
+    for override in _variables(command.overrides, [path for path in paths if is_script(path, dialect)]):
+        command.overrides.remove(override)
+        scripts.supplied.setdefault(*override.split("=", 1))
+    for path in paths:
+        if (found := read_source(path, scripts, dialect)) is None:
+            command.files.append(unwrap(read_config_file(path)))
+        else:
+            dialect = dialect or MEGATRON.name
+            _add_script(command, path, found)
+    if (scripts.supplied or scripts.pick is not None) and dialect != MEGATRON.name and not command.dialect:
+        raise ConfigError("--set and --pick apply to a script, and none is given")
+    if command.dialect is None:
+        command.dialect = DIALECTS.get(dialect or (MEGATRON.name if command.words else _detect(command.files)))
+    if command.dialect is None:
+        command.overrides = native_overrides(command.overrides)
+        if command.peer_version is not None:
+            raise ConfigError(
+                f"--peer-version {command.peer_version} applies to files of another stack, and these are native"
+            )
+    command.overrides += [f"{MICROBATCH}={options[MICROBATCH]}"] if MICROBATCH in options else []
+    return command
+
+
+def _variables(overrides: list[str], scripts: list[Path]) -> list[str]:
+    """The overrides whose names are not keys, but variables of a script."""
+    keys = {override: override.partition("=")[0] for override in overrides}
+    others = {o: key for o, key in keys.items() if not MEGATRON.knows(key.lstrip("-").replace("-", "_"))}
+    return [override for override, name in others.items() if any(takes_variable(path, name) for path in scripts)]
+
+
+def _add_script(command: Command, path: Path, source: ScriptArguments) -> None:
+    given, lines = read_words(source.words)
+    check_interpolation(given, Origins(lines))
+    command.files.append(ConfigFile(path, OmegaConf.create(given), lines))
+    command.unsettled |= source.unsettled
+    command.warnings += source.defaults
 
 
 def native_overrides(overrides: list[str]) -> list[str]:
@@ -107,15 +153,7 @@ def native_overrides(overrides: list[str]) -> list[str]:
 def _in_folder(name: str, folder: str) -> Path:
     """A file in the folder of `-d`, where NeoX's launcher lets the suffix be left out."""
     path = Path(folder) / name
-    return path if path.suffix in (".yml", ".yaml", ".json", *SCRIPTS) else path.with_name(f"{path.name}.yml")
-
-
-def _read_file(path: Path) -> ConfigFile:
-    if path.suffix in SCRIPTS:
-        given, lines = read_words(read_script(path))
-        check_interpolation(given, Origins(lines))
-        return ConfigFile(path, OmegaConf.create(given), lines)
-    return unwrap(read_config_file(path))
+    return path if path.suffix in (".yml", ".yaml", ".json", *SUFFIXES) else path.with_name(f"{path.name}.yml")
 
 
 def _detect(files: list[ConfigFile]) -> str:
@@ -128,8 +166,6 @@ def _detect(files: list[ConfigFile]) -> str:
         scores = {"native": sum(key in native or key.split(".")[0] == "data" for key in keys)}
         if scores["native"] < len(keys):  # else the tables of the others need not be read
             scores |= {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
-        if file.path.suffix in SCRIPTS:
-            scores = {"megatron": 1}
         best = max(scores.values())
         if keys and (not best or (scores.get("native") == best and best < len(keys) / 2)):
             unknown = [key for key in keys if key not in native][:4]
@@ -164,7 +200,9 @@ def _translate(command: Command, dialect: Dialect) -> Translation:
     given = {key: value for key, value in flatten(resolve(merged, origins)).items() if key not in variables}
     others = tuple(other for other in DIALECTS.values() if other is not dialect)
     lines = {key: origins.of(key) for key in given}
-    translation = Translation(dialect, given, lines, others, command.peer_version).run()
+    translation = Translation(
+        dialect, given, lines, others, command.peer_version, [*command.warnings], unsettled=command.unsettled
+    ).run()
     for key, value in microbatch.items():
         translation.put(key, value)
     return translation

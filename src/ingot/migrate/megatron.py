@@ -22,7 +22,8 @@ FORK = "v3.0"  # Megatron-LM's release whose defaults Megatron-DeepSpeed has
 def _translate(t: Translation) -> None:
     for key, value in t.given.items():
         if "$" in str(value) and key not in (*t.dialect.reasons, *LAUNCHED, "deepspeed_config"):
-            t.refuse(key, f"the script takes it from elsewhere; give {key}=... after the file")
+            why = t.unsettled.get(key, "the script takes it from elsewhere;")
+            t.refuse(key, f"{why} give {key}=... after the file")
     if t.get("deepspeed") and t.peer_version is None:
         t.peer_version = FORK
         t.warnings.append(

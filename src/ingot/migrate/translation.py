@@ -109,6 +109,8 @@ class Translation:
     origins: dict[str, str] = field(default_factory=dict)
     """Where each native key came from."""
     rows: dict[str, Row] = field(default_factory=dict)
+    unsettled: Mapping[str, str] = field(default_factory=dict)
+    """Keys whose values a script takes from elsewhere, and from where."""
 
     def run(self) -> "Translation":
         """Account for every key."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field
 
-from ingot.config.base import Section
+from ingot.cli.script_options import ScriptSettings, script_arguments
 from ingot.errors import ConfigError
 from ingot.launch.build_spec import training_spec
 from ingot.launch.spec import LaunchSpec
@@ -26,7 +26,7 @@ PANELS = {
     "Container and environment": ["image", "stage", "mounts", "env", "secrets", "secret_name"],
     "Queue": ["time", "partition", "account", "qos", "constraint", "reservation", "chain", "signal_seconds",
               "namespace", "queue", "restarts"],
-    "Spellings of other stacks": ["config", "updates", "dialect"],
+    "Spellings of other stacks": ["config", "updates", "dialect", "supplied", "pick"],
 }  # fmt: skip
 
 Arguments = Annotated[
@@ -35,7 +35,7 @@ Arguments = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted or run; change nothing.")]
 
 
-class RunOptions(Section):
+class RunOptions(ScriptSettings):
     """Ways to say what to train other than `RECIPE_OR_FILES [KEY=VALUE]...`."""
 
     config: str | None = Field(None, json_schema_extra={"flags": ["--config", "-c"]})
@@ -52,6 +52,7 @@ def make_training_spec(arguments: list[str] | None, options: dict[str, Any]) -> 
     found = [*([given["config"]] if given["config"] else []), *(arguments or []), *shlex.split(given["updates"] or "")]
     if not found:
         raise ConfigError("nothing to launch: name a recipe, for example `ingot launch slurm mpt-125m -N 2`")
+    found += script_arguments(given)
     spec, notes = training_spec(found, options, given["dialect"])
     print_notes(notes)
     return spec
