@@ -1,7 +1,7 @@
-"""The embedded default: what a first run trains on when there is no network, no GPU and no account.
+"""The corpus of the demo: what a first run trains on without network, GPU or account.
 
 Every machine that can run ingot has one large body of real text: the source and documentation of Python's standard
-library. The demo turns it into documents and a tokenizer; from there on it uses the public verbs only.
+library. The demo turns it into documents and a tokenizer; everything after that uses the public verbs.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ VAL_EVERY = 20  # one document in 20 is held out
 
 
 def standard_library() -> Iterator[tuple[str, str]]:
-    """Names and texts of the standard library's modules, in an order that mixes packages but never changes."""
+    """Names and texts of the standard library's modules, in a fixed order that mixes packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages", "__pycache__"} & set(p.parts)]
     names = sorted(p.relative_to(root).as_posix() for p in found)

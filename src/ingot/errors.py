@@ -8,7 +8,7 @@ import shlex
 EXIT_FINISHED = 0
 EXIT_FAULT = 1  # a failure that a retry may fix
 EXIT_USER_ERROR = 2  # the same command would fail again
-EXIT_GIVEN_UP = 3  # retries did not help: the same failure twice, or no progress; a human must look
+EXIT_GIVEN_UP = 3  # retries did not help: the same failure twice, or no progress
 EXIT_CONTINUE = 75  # stopped on request after a checkpoint: the same command continues (EX_TEMPFAIL in sysexits.h)
 
 EXTRAS = {"hf": ("transformers>=5.0", "datasets>=4.0"), "tensorboard": ("tensorboard>=2.16",)}

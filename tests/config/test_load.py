@@ -208,7 +208,7 @@ def test_missing_data_is_asked_for_when_it_is_needed() -> None:
     with pytest.raises(ConfigError, match="data is missing; name a prepared folder with data=FOLDER"):
         _ = config.sources
     assert error_of("data.eval.path=x") == "data.train is missing; set it in the file or with data.train=..."
-    assert "data.train.path: is missing; name the folder of a prepared data set" in error_of("data.train.split=x")
+    assert "data.train.path: is missing; name the folder of a prepared dataset" in error_of("data.train.split=x")
 
 
 def test_an_unknown_recipe_names_the_closest() -> None:

@@ -13,7 +13,7 @@ from ingot.errors import DataError
 
 
 def all_tokens(folder: Path, **options: object) -> np.ndarray:
-    """Every token of a data set, put together again from its windows."""
+    """Every token of a dataset, put together again from its windows."""
     dataset = open_dataset(SourceConfig(path=str(folder), **options), 16)
     tokens, labels = dataset.gather(np.arange(dataset.samples))
     return np.concatenate([tokens[0, :1], labels.ravel()[: dataset.tokens - 1]])

@@ -125,7 +125,7 @@ def test_other_data_under_the_name_of_a_source_is_refused(tmp_path: Path) -> Non
     with pytest.raises(DataError, match="the training data books has changed since the checkpoint"):
         open_mix(tmp_path, web=1, books=1).resume(state, 5)
     with pytest.raises(DataError, match="was trained on a single dataset, not on a mixture"):
-        open_mix(tmp_path, web=1, books=1).resume({"fingerprint": "of a single data set"}, 5)
+        open_mix(tmp_path, web=1, books=1).resume({"fingerprint": "of a single dataset"}, 5)
 
 
 def test_tiny_weights_still_get_a_sample(tmp_path: Path) -> None:

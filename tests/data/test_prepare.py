@@ -1,4 +1,4 @@
-"""Text to a data set: the same bytes for any number of workers and after any crash, and no half of a data set."""
+"""Text to a dataset: the same bytes for any number of workers and after any crash, and no half of a dataset."""
 
 import hashlib
 import json
@@ -257,7 +257,7 @@ def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
     assert lengths.sum() == len(tokens)
 
 
-def test_a_data_set_of_the_hub_is_shared_among_workers(
+def test_a_dataset_of_the_hub_is_shared_among_workers(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its size is not known beforehand, which is no reason to take it for a small one."""
@@ -426,7 +426,7 @@ def test_two_at_once_do_not_mix(corpus: Path, tokenizer: Tokenizer, tmp_path: Pa
     work.mkdir(parents=True)
     with (work / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="another `prepare` is at work"):
+        with pytest.raises(DataError, match="another `prepare` is running"):
             run(corpus, tmp_path / "out", tokenizer)
 
 
@@ -457,7 +457,7 @@ def test_empty_documents_are_counted_and_leave_no_token(tokenizer: Tokenizer, tm
     assert stream(tmp_path / "out" / "train") == expected_stream(tokenizer, ["ore"])
 
 
-def test_input_without_text_is_no_data_set(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_input_without_text_is_no_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="no text in 1 input files"):
         run(tmp_path / "x.jsonl", tmp_path / "out", tokenizer)
@@ -721,7 +721,7 @@ def test_several_splits_of_the_same_files_are_refused(splits: list[str], corpus:
     assert not (tmp_path / "out").exists()
 
 
-def test_several_splits_of_a_hub_data_set_are_each_read_from_their_own(
+def test_several_splits_of_a_hub_dataset_are_each_read_from_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[object, object]] = []

@@ -127,9 +127,9 @@ def test_neither_the_same_share_nor_the_last_process_starts_beside_one(
         fcntl.flock(common, fcntl.LOCK_SH)  # as share 1 holds them
         run(corpus, out, tokenizer, share=(2, SHARES))
         for wrong in ({"share": (1, SHARES)}, {}, {"share": (2, SHARES), "concat_tokens": 32}):
-            with pytest.raises(DataError, match="another `prepare` is at work"):
+            with pytest.raises(DataError, match="another `prepare` is running"):
                 run(corpus, out, tokenizer, **wrong)
-    run(corpus, out, tokenizer, share=(2, SHARES), concat_tokens=32)  # begins anew, once nobody is there
+    run(corpus, out, tokenizer, share=(2, SHARES), concat_tokens=32)  # starts over, once nobody else is there
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_parquet_rows_that_are_no_text_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "jsonl.xz", "jsonl.bz2", "zip", "parquet"])
-def test_an_archive_that_was_cut_short_is_an_error_not_a_shorter_data_set(kind: str, tmp_path: Path) -> None:
+def test_an_archive_that_was_cut_short_is_an_error_not_a_shorter_dataset(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(DataError, match=r"cut short|not a readable"):

@@ -141,7 +141,7 @@ def test_a_tokenizer_that_the_fast_engine_gets_wrong_falls_back_with_a_reason(
     engine = choose_engine(trained)
     assert engine.name == "hf"
     assert "returns other ids than Hugging Face" in engine.reason
-    with pytest.raises(DataError, match="cannot serve this tokenizer"):
+    with pytest.raises(DataError, match="does not work with this tokenizer"):
         choose_engine(trained, "gigatoken")
 
 

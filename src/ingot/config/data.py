@@ -36,10 +36,10 @@ class DocumentsConfig(Section):
 
 
 class PlaceConfig(Section):
-    """Where one data set is."""
+    """Where one dataset is."""
 
     path: str = ""
-    """Folder of a prepared data set or of its splits, or PREFIX of PREFIX.bin and PREFIX.idx. With remote: the local
+    """Folder of a prepared dataset or of its splits, or PREFIX of PREFIX.bin and PREFIX.idx. With remote: the local
     cache."""
     split: str | None = None
     """Subfolder of path (and of remote) to read, such as train or val: one plain name."""
@@ -66,28 +66,28 @@ class PlaceConfig(Section):
 
 
 class MixedSourceConfig(PlaceConfig):
-    """One data set of a mixture."""
+    """One dataset of a mixture."""
 
     weight: float | None = Field(default=None, gt=0)
     """Share of the samples, relative to the other sources; set it for all of them or none. Default: the size of the
-    data set."""
+    dataset."""
 
     @model_validator(mode="after")
     def _check(self) -> "MixedSourceConfig":
         if not self.path:
-            raise rule_error("path", "is missing; name the folder of the data set")
+            raise rule_error("path", "is missing; name the folder of the dataset")
         return self
 
 
 class SourceConfig(PlaceConfig):
-    """One data set, or a mixture of several."""
+    """One dataset, or a mixture of several."""
 
     shuffle: bool = True
     """Draw samples in a random order, a pure function of the seed; false reads them in stored order."""
     shuffle_seed: int | None = None
     """Seed of the sample order. Default: the run's seed."""
     mix: dict[str, MixedSourceConfig] = Field(default_factory=dict)
-    """Instead of path: several data sets by name, each with its path and weight. A resumed run may add sources and
+    """Instead of path: several datasets by name, each with its path and weight. A resumed run may add sources and
     change weights; no sample of the others is repeated or skipped."""
     mix_order: Literal["drawn", "greedy"] = "drawn"
     """Which source comes next: drawn at random, in exact shares; or greedy, the source furthest behind its share (the
@@ -96,7 +96,7 @@ class SourceConfig(PlaceConfig):
     @model_validator(mode="after")
     def _check(self) -> "SourceConfig":
         if not self.path and not self.mix:
-            raise rule_error("path", "is missing; name the folder of a prepared data set")
+            raise rule_error("path", "is missing; name the folder of a prepared dataset")
         if self.mix:
             for key in ("path", "split", "documents", "remote", "cache_limit"):
                 if getattr(self, key):

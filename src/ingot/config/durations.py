@@ -70,7 +70,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class BatchClock:
-    """Converts durations to batches, for a run with known batch and data set sizes."""
+    """Converts durations to batches, for a run with known batch and dataset sizes."""
 
     batch_samples: int
     sample_tokens: int

@@ -79,7 +79,7 @@ def _syntax_error(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
             return f"{path}:{comment}: {SLASHES}"
         try:
             json.loads(text)
-        except json.JSONDecodeError as strict:  # says it better, unless it is about what YAML allows
+        except json.JSONDecodeError as strict:  # the better message, unless it is about what YAML allows
             if strict.lineno == line:
                 return f"{path}:{line}:{strict.colno}: not valid JSON: {strict.msg}"
     kind = "JSON" if path.suffix == ".json" else "YAML"

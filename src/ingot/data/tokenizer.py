@@ -1,8 +1,8 @@
 """Text to token ids and back, on Hugging Face `tokenizers`, without `transformers`.
 
-`transformers` would load the same `tokenizer.json`, but costs seconds of imports in every worker and hides which file
-was used. What it adds and training needs is small and is here: which token ends a document, how many rows an
-embedding must have, and how many bytes of text each token stands for (for bits per byte).
+`transformers` loads the same `tokenizer.json`, but takes seconds to import in every worker and hides which file was
+used. What training needs of it is small and is here: the token that ends a document, the number of embedding rows, and
+the bytes of text that each token represents (for bits per byte).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from ingot.errors import DataError, disk_error
 from ingot.storage.atomic import write_whole
 
-# What the field's tokenizers call the end of a document, in the order in which we believe them.
+# Names of the end-of-document token, the most reliable first.
 _EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -48,7 +48,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """How many rows an embedding must have."""
+        """How many rows an embedding needs."""
         return max(self.vocab.values(), default=-1) + 1
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
@@ -60,7 +60,7 @@ class Tokenizer:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each token stands for, int32 [vocab_size]; None where tokens do not map to bytes."""
+        """Bytes of text that each token represents, int32 [vocab_size]; None if tokens do not map to bytes."""
         if not self.is_byte_level:
             return None
         sizes = np.zeros(self.vocab_size, dtype=np.int32)
@@ -71,7 +71,7 @@ class Tokenizer:
         return sizes
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, each under its final name only when complete."""
+        """Write tokenizer.json and tokenizer_config.json."""
         folder = Path(folder)
         eos = self.backend.id_to_token(self.eos_id) if self.eos_id is not None else None
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config, **({"eos_token": eos} if eos else {})}
@@ -84,7 +84,7 @@ class Tokenizer:
             raise disk_error("write the tokenizer to", folder, error) from None
 
     def fingerprint(self) -> str:
-        """A name for what this tokenizer does: equal for equal vocabulary, merges and rules."""
+        """A short hash of vocabulary, merges and rules."""
         return hashlib.sha256(self.json.encode()).hexdigest()[:16]
 
     def _find_eos(self) -> int | None:
@@ -97,7 +97,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """From a folder with tokenizer.json, such a file, a vocab.json next to its merges.txt, or a Hugging Face hub id."""
+    """Load a folder with tokenizer.json, such a file, a vocab.json next to its merges.txt, or a Hugging Face hub id."""
     place = Path(path)
     if place.is_dir():
         if (place / "tokenizer.json").is_file():
@@ -120,14 +120,14 @@ def parse_tokenizer(text: str) -> Tokenizer:
 
 
 def load_gpt2_tokenizer(vocab_file: str | Path, merges_file: str | Path) -> Tokenizer:
-    """The tokenizer of GPT-2's two files, as Megatron's and NeoX's GPT2BPETokenizer takes them."""
+    """The tokenizer of GPT-2's two files, which Megatron's and NeoX's GPT2BPETokenizer read."""
     for file in (vocab_file, merges_file):
         if not Path(file).is_file():
             raise DataError(f"{file}: no such file; a GPT-2 tokenizer needs its vocab.json and its merges.txt")
     try:
         backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab_file), str(merges_file)))
     except Exception as error:  # the Rust side raises bare Exception
-        raise DataError(f"{vocab_file}: not a GPT-2 vocabulary with its merges: {error}") from None
+        raise DataError(f"{vocab_file}: not a vocab.json of GPT-2 with its merges.txt: {error}") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id("<|endoftext|>") is not None:
@@ -153,21 +153,21 @@ def _from_json_file(file: Path) -> Tokenizer:
 def _from_hub(name: str) -> Tokenizer:
     advice = f"{name}: no such file or folder"
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith(".json"):
-        raise DataError(f"{advice}; give a tokenizer.json, a folder that holds one, or a Hugging Face hub id")
+        raise DataError(f"{advice}; pass a tokenizer.json, a folder that holds one, or a Hugging Face hub id")
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise DataError(f"{advice}, and hub ids need huggingface_hub: pip install huggingface_hub") from None
     disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what went wrong is said once, below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error is reported once, below
     try:
         file = Path(hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # the hub client raises many kinds: offline, 401, 404, bad name
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"{advice}, and its tokenizer.json is neither in the local Hugging Face cache nor available from the hub "
-            f"({reason[:160]}); download it elsewhere and give its path"
+            f"({reason[:160]}); download it elsewhere and pass its path"
         ) from None
     with contextlib.suppress(Exception):  # optional; without it the usual names of EOS are tried
         hf_hub_download(name, "tokenizer_config.json")
@@ -175,7 +175,7 @@ def _from_hub(name: str) -> Tokenizer:
 
 
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Whether it is byte-level BPE: every text is spelled by bytes, nothing is normalized away."""
+    """Whether it is byte-level BPE: tokens spell every text exactly, byte by byte."""
     if not isinstance(backend.model, models.BPE) or backend.pre_tokenizer is None:
         return False
     spec = json.loads(backend.pre_tokenizer.__getstate__())

@@ -1,4 +1,4 @@
-"""Files that appear under their final name only when they are complete, and stay there after a power cut."""
+"""Files that get their final name only when they are complete, and survive a power cut."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 def draft_of(path: Path, private: bool = False) -> Iterator[IO[bytes]]:
     """Write to a temporary name, flush to the disk, rename: a reader sees the whole file or none.
 
-    private: readable by its owner alone, also while it is being written.
+    private: readable by its owner only, also while it is written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -67,7 +67,7 @@ def sync(path: Path) -> None:
 
 
 def begin_to_store(descriptor: int, offset: int, size: int) -> None:
-    """Have the disk start on bytes just written, so that a later fsync finds little left to wait for."""
+    """Start writing bytes to the disk, so that a later fsync has little to wait for."""
     if hasattr(os, "posix_fadvise"):  # dirty pages are queued for writing; they stay in the cache
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 

@@ -1,7 +1,7 @@
-"""Files by URL: an object store, a web server or a folder, with one way to fail.
+"""Files by URL: an object store, a web server or a folder, with the same errors for all.
 
-`obstore` (Rust) speaks to all of them. What it cannot know is what makes an answer wrong: lengths and hashes are in
-an index. So retrying is done here, around the whole of "fetch and check", and not inside the client.
+`obstore` (Rust) is the client. Retries are here and not inside the client, because only the caller knows the lengths
+and hashes of an index: fetching and checking are retried together.
 """
 
 import io
@@ -18,7 +18,7 @@ from ingot.storage.atomic import whole_file
 
 CHUNK = 1 << 22
 RETRIES = 8
-BACKOFF_SECONDS = (0.25, 20.0)  # first and longest pause; the actual one is a random part of it
+BACKOFF_SECONDS = (0.25, 20.0)  # first and longest pause; the actual one is a random fraction of it
 READ_TIMEOUT = "30s"  # of silence; the total time of a request is not limited, since shards may be large
 
 METADATA_SERVER = "169.254.169.254"
@@ -37,11 +37,11 @@ class NotThere(Exception):
 
 
 class Forbidden(DataError):
-    """The remote refuses; some do so for files that do not exist."""
+    """The remote denies access; some do so for files that do not exist."""
 
 
 class Again(Exception):
-    """A failure that may not happen a second time."""
+    """A failure that a retry may fix."""
 
 
 class Remote:
@@ -49,10 +49,10 @@ class Remote:
 
     def __init__(self, url: str, retries: int = RETRIES, backoff: tuple[float, float] = BACKOFF_SECONDS):
         self.url = url.rstrip("/")
-        # where it is, unless it is an object store
+        # None for an object store
         self.folder = Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
         self._store: Any = None if self.folder else _open_store(self.url)
-        self._answered = False  # once it has, a failure to get credentials is a passing one
+        self._answered = False  # after an answer, a failure to get credentials is temporary
         self._retries, self._backoff = (1 if self.folder else retries), backoff
 
     def read(self, name: str) -> bytes | None:
@@ -63,7 +63,7 @@ class Remote:
             return None
 
     def stream(self, name: str, begin: int | None = None, count: int = 0) -> Iterator[bytes]:
-        """The bytes of a file, or of its part, in chunks. Failures worth a second try raise Again."""
+        """The bytes of a file, or of a part of it, in chunks. Failures that a retry may fix raise Again."""
         if self.folder is not None:
             yield from _stream_file(self.folder / name, begin, count)
             return
@@ -84,8 +84,8 @@ class Remote:
             return None
 
     def names(self, under: str | None = None, required: bool = False) -> list[str]:
-        """Names directly in it or in a folder of it, files and folders; nothing where the store cannot be listed, as
-        over http, unless it is required."""
+        """Names of files and folders directly in it, or in a folder of it. An error if the store cannot be listed and
+        `required`, otherwise nothing, as over http."""
         if self.folder is not None:
             folder = self.folder / (under or "")
             return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -123,7 +123,7 @@ class Remote:
         return self.retry(name, lambda: self._answer(name, action), doing=doing)
 
     def _answer(self, name: str, action: Callable[[], T]) -> T:
-        """What a store answers, its failures sorted into hopeless ones and those worth a second try."""
+        """What a store answers; its failures become final ones and `Again`."""
         from obstore import exceptions as obs
 
         try:
@@ -135,14 +135,15 @@ class Remote:
         except (obs.PermissionDeniedError, obs.UnauthenticatedError) as error:
             raise Forbidden(f"{self.url}/{name} is forbidden: {first_line(error)}; {HINT}") from None
         except (obs.BaseError, OSError) as error:
-            if METADATA_SERVER in str(error) and not self._answered:  # asked for what the environment does not have
+            if METADATA_SERVER in str(error) and not self._answered:  # asked a cloud machine for credentials
                 raise Forbidden(f"{self.url}/{name} needs credentials, and there are none; {HINT}") from None
             raise Again(first_line(error)) from None
 
     def retry(
         self, name: str, action: Callable[[], T], stop: threading.Event | None = None, doing: str = "fetched"
     ) -> T:
-        """Do it until it works, with growing random pauses: many clients that failed together must not return so."""
+        """Call `action` until it works, with growing random pauses, so that clients that failed together do not retry
+        together."""
         first, longest = self._backoff
         for attempt in range(self._retries + 1):
             try:
@@ -156,14 +157,14 @@ class Remote:
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a file: every read requests a range, again if it fails."""
+    """An object as a file: every read requests a range, with retries."""
 
     def __init__(self, url: str):
         folder, _, self.object = url.rpartition("/")
         self.remote = Remote(folder)
         size = self.remote.size(self.object)
         if size is None:
-            raise DataError(f"{url}: no longer there")
+            raise DataError(f"{url}: does not exist any more")
         self.size, self.at = size, 0
 
     def readable(self) -> bool:
@@ -212,7 +213,7 @@ def _open_store(url: str) -> Any:
         return from_url(
             url,
             client_options={"allow_http": plain, "timeout": "1h", "read_timeout": READ_TIMEOUT},
-            retry_config={"max_retries": 0},  # retried here, where hashes and lengths are known too
+            retry_config={"max_retries": 0},  # `Remote.retry` does it
         )
     except Exception as error:
         raise DataError(

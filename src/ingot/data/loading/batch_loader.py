@@ -1,9 +1,8 @@
 """Prepares batches ahead of use.
 
 Global batch b is positions b*G to (b+1)*G of the order, and a rank takes its own part of each. The same samples are in
-the same global batch for any number of ranks, and starting at batch b is arithmetic, not replay. One thread gathering
-from memory maps is faster than any GPU consumes; worker processes, the usual way, lose more in their pipes than they
-gain.
+the same global batch for any number of ranks, and starting at batch b is arithmetic, not replay. One thread that
+gathers from memory maps outpaces any GPU; worker processes lose more in their pipes than they gain.
 """
 
 import threading

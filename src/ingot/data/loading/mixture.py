@@ -15,7 +15,7 @@ No sample is repeated or skipped because a source was added or its weight change
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -141,16 +141,11 @@ class Mixture(Dataset):
     def gather(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.empty((len(ids), self.seq_len), np.int64)
         labels = np.empty_like(tokens)
-        for dataset, here, inner in self._by_source(ids):
-            tokens[here], labels[here] = dataset.gather(inner)
-        return tokens, labels
-
-    def _by_source(self, ids: np.ndarray) -> Iterator[tuple[Dataset, np.ndarray, np.ndarray]]:
-        """For each source among the ids: the source, the indices of its ids, and their ids within it."""
         source = ids >> SOURCE_SHIFT
         for k in np.unique(source).tolist():
-            here = np.flatnonzero(source == k)
-            yield self._datasets[k], here, ids[here] & ((1 << SOURCE_SHIFT) - 1)
+            here = source == k
+            tokens[here], labels[here] = self._datasets[k].gather(ids[here] & ((1 << SOURCE_SHIFT) - 1))
+        return tokens, labels
 
 
 class MixtureOrder(Order):

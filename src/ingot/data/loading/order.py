@@ -1,7 +1,7 @@
 """The order of samples as a pure function of (seed, epoch, position).
 
-The obvious way is `rng.permutation(n)` per epoch: 4 GB and a minute for 500 million samples, on every rank, and again
-at every resume. Here a sample id is computed from its position alone, so every position of every epoch costs the same.
+`rng.permutation(n)` per epoch takes 4 GB and a minute for 500 million samples, on every rank, and again at every
+resume. Here a sample id is computed from its position alone.
 
     samples   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15 | 16 17      blocks of 4 (in practice: about a shard)
     blocks    permuted:   2  0 | 3  1  tail                            windows of 2 blocks, the tail joins the last

@@ -1,4 +1,4 @@
-"""Which files the input is, and their bytes: plain or compressed, on a disk or in an object store."""
+"""Finds the input files, and opens them: plain or compressed, on a disk or in an object store."""
 
 import bz2
 import fnmatch
@@ -40,8 +40,8 @@ class SourceFile:
 
 
 def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None = None) -> list[SourceFile]:
-    """Files, folders, globs and URLs to a list of files, in the order given, sorted within each. `say` receives a line
-    about the files of folders and zip archives that are not read."""
+    """The files that paths, folders, globs and URLs name, in the order given, sorted within each. `say` receives a line
+    about the files in folders and zip archives that are not read."""
     found: list[SourceFile] = []
     skipped: list[str] = []
     for given in inputs:
@@ -108,13 +108,13 @@ def is_readable_member(name: str) -> bool:
 
 
 def hub_source(dataset: str, subset: str | None, split: str) -> str:
-    """A Hugging Face hub data set as an input; `val` and the truncated splits are named as LLM Foundry names them."""
+    """A dataset of the Hugging Face hub as an input; `val` and the truncated splits have LLM Foundry's names."""
     folder = "validation" if split.startswith("val") else "train" if split.startswith("train") else split
     return f"{HUB}{dataset}?{subset or ''}#{folder}"
 
 
 def _find_remote(url: str, skipped: list[str]) -> list[SourceFile]:
-    """One object, or those right below a folder that match a pattern or have a known suffix; adds the others there to
+    """One object, or those directly in a folder that match a pattern or have a known suffix; adds the others there to
     `skipped`."""
     folder, _, name = url.rpartition("/")
     store = Remote(folder)
@@ -153,7 +153,7 @@ def format_of(name: str) -> tuple[str, str | None] | None:
 
 
 def _source(path: str, size: int, mtime_ns: int) -> SourceFile:
-    # A file that was named and has no known ending is text: source code, markdown, a LICENSE.
+    # A file that is named and has no known suffix is text: source code, markdown, a LICENSE.
     kind, compression = format_of(path) or ("text", COMPRESSIONS.get(os.path.splitext(path.lower())[1]))
     return SourceFile(path, size, mtime_ns, "zip" if compression == "zip" else kind, compression)
 
@@ -218,7 +218,7 @@ def open_file(file: SourceFile, options: PrepareOptions) -> IO[bytes]:
         if file.compression is None:
             return source
         if file.compression in ("zstd", "gzip"):
-            # Unlike python-zstandard's reader it notices a file that was cut short; it is faster than the gzip module.
+            # Unlike python-zstandard's reader it detects a truncated file; it is faster than the gzip module.
             import pyarrow as pa
 
             stream = pa.CompressedInputStream(pa.PythonFile(source, "r"), file.compression)

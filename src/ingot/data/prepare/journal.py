@@ -1,8 +1,8 @@
-"""What a preparation keeps on the disk: the target, its work folder, and in that a journal of finished tasks.
+"""What a preparation keeps on the disk: the target, its work folder, and in it a journal of finished tasks.
 
-Each finished task is a line in a journal; the same command reads it and does the rest. Several processes, on several
-machines, can divide the pieces of one split: each has a journal of its own in the common work folder, and the last one
-reads them all.
+Each finished task is a line in the journal; the same command run again reads it and does the rest. Several processes,
+on several machines, can divide the pieces of one split: each has its own journal in the common work folder, and the
+last process reads them all.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ingot.errors import DataError, disk_error
 from ingot.storage.atomic import file_hash, write_json
 
 STATE = "state.json"
-# What a run writes into its work folder, and what is left of that when it is killed.
+# What a run writes into its work folder, and what remains when it is killed.
 _WORK_NAMES = re.compile(
     r"lock(\.\w+)?|journal(\.\d+)?\.jsonl|parts|shards|state\.json|\.state\.json\.\d+\.tmp|\.nfs\w+"
 )
@@ -73,7 +73,7 @@ class Target:
         return Target(tokenizer_folder, pair.parent / f".{stem}.partial", pair.parent, stem)
 
     def remove(self) -> None:
-        """Delete an earlier result, finished or not. What `prepare` did not write is refused and stays."""
+        """Delete an earlier result, finished or not; an error if `prepare` did not write it."""
         self.check_work()
         try:
             if self.stem is None:
@@ -84,7 +84,7 @@ class Target:
             if taken and not self._is_own():
                 output = self.folder / self.stem if self.stem else self.folder
                 raise DataError(
-                    f"{output}: not removed, because it is a link or no meta.json shows that `prepare` wrote it; "
+                    f"{output}: not removed, because it is a link or has no meta.json of `prepare`; "
                     "remove it yourself, or choose another output"
                 )
             if self.work.exists():
@@ -102,7 +102,7 @@ class Target:
             raise disk_error("remove", self.folder, error) from None
 
     def check_work(self) -> None:
-        """Refuse a work folder that `prepare` did not make: what is in it would be removed."""
+        """Refuse a work folder that `prepare` did not make: its contents would be removed."""
         if self.work.is_symlink() or (self.work.exists() and not self.work.is_dir()):
             raise DataError(f"{self.work}: not a folder that `prepare` made; move it away, or choose another output")
         with contextlib.suppress(FileNotFoundError):
@@ -111,7 +111,7 @@ class Target:
                     raise DataError(f"{entry}: `prepare` did not write this; move it away, or choose another output")
 
     def _is_own(self) -> bool:
-        """Whether the meta data of a preparation is with the result."""
+        """Whether the result has the metadata of a preparation."""
         if self.stem is None and self.folder.is_symlink():
             return False
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -151,13 +151,13 @@ class Journal:
 
     @contextlib.contextmanager
     def opened(self, state: dict[str, Any]) -> Iterator[None]:
-        """Read what an earlier run of the same command has done, or clear the work folder for another command; keep
-        others out meanwhile. `state` describes this command."""
+        """Read what an earlier run of the same command has done, or clear what another command left. Locks the work
+        folder. `state` describes this command."""
         self.work.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as locks:
             if self.share:
                 with (self.work / "lock.start").open("w") as start:
-                    fcntl.flock(start, fcntl.LOCK_EX)  # one after another: the first makes the folder ready
+                    fcntl.flock(start, fcntl.LOCK_EX)  # one after another: the first prepares the folder
                     locks.enter_context(self._lock(f"lock.{self.turn}", fcntl.LOCK_EX))
                     self._start_or_resume(locks.enter_context(self._lock("lock", fcntl.LOCK_SH)), state)
             else:
@@ -186,7 +186,7 @@ class Journal:
             fcntl.flock(file, how | fcntl.LOCK_NB)
         except OSError:
             file.close()
-            raise DataError(f"{self.work}: another `prepare` is at work here; wait for it") from None
+            raise DataError(f"{self.work}: another `prepare` is running here; wait for it") from None
 
     def _start_or_resume(self, lock: IO[str], state: dict[str, Any]) -> None:
         old: Any = None
@@ -196,7 +196,7 @@ class Journal:
             self.state = old
         else:
             if old:
-                self._take(lock, fcntl.LOCK_EX)  # not while another command's processes are at work
+                self._take(lock, fcntl.LOCK_EX)  # not while another command's processes are running
                 self.say(f"{self.work}: left by another command or other input; starting again")
             for entry in self.work.iterdir():
                 if entry.is_dir():
@@ -225,6 +225,6 @@ class Journal:
     def _verify_parts(self) -> None:
         for number, done in follow("verifying what an earlier run left", list(self.pieces.items())):
             data, lengths = part_paths(self.work, number)
-            # A part that is gone has served its shards; one that is damaged (a power cut) must be rebuilt.
+            # A missing part is in finished shards; one that is damaged (a power cut) must be rebuilt.
             if data.exists() and (not lengths.exists() or file_hash(data, xxhash.xxh3_64) != done["hash"]):
                 del self.pieces[number]

@@ -49,7 +49,7 @@ class PrepareOptions(Section):
     """Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip; from a folder
     only these, by a glob any text."""
     out_root: Path | None = Field(None, json_schema_extra=flags("--out_root", "--output_folder"))
-    """Folder of the data set; each split is a folder in it."""
+    """Folder of the dataset; each split is a folder in it."""
     output_prefix: str | None = None
     """Write PREFIX_KEY_document.bin and .idx, as Megatron does."""
     split: str = Field("train", json_schema_extra=flags("--split", "--splits", several=True))
@@ -97,7 +97,7 @@ class PrepareOptions(Section):
 
     @property
     def folder(self) -> Path:
-        """Folder of the data set."""
+        """Folder of the dataset."""
         return self.out_root if self.out_root is not None else Path(self.output_prefix or ".").parent
 
     @property

@@ -1,10 +1,8 @@
-"""Text to a data set: pieces -> tokens -> shards, on all cores, restartable, in bounded memory.
+"""Text to a dataset: pieces -> tokens -> shards, on all cores, restartable, in bounded memory.
 
-Other tools funnel tokens through one writing process, and start over after a crash. Here the input is divided into
-pieces (`pieces`), workers turn pieces into parts and parts into shards (`worker`), a packer says what a shard is
-(`packing`) and a journal remembers what is done (`journal`, `scheduler`). A shard is a range of the token stream of the
-whole input: it depends neither on how the input was divided nor on who did the work, so any number of workers writes
-the same bytes.
+The input is divided into pieces (`pieces`), workers turn pieces into parts and parts into shards (`worker`), a packer
+decides what a shard is (`packing`), and a journal remembers what is done (`journal`, `scheduler`). A shard is a range
+of the token stream of the whole input, so any number of workers writes the same bytes.
 """
 
 import os
@@ -22,19 +20,19 @@ from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
 from ingot.storage.byte_sizes import format_bytes
 
-if TYPE_CHECKING:  # what takes a tenth of a second to import is imported while the workers start
+if TYPE_CHECKING:  # imports that take a tenth of a second happen while the workers start
     from ingot.data.prepare.journal import SplitReport
     from ingot.data.tokenizer import Tokenizer
 
-_SMALL_INPUT = 8 << 20  # bytes that one process is done with before others have started
-_WORKER_BYTES = 240 << 20  # what one worker needs, and about what this process does
+_SMALL_INPUT = 8 << 20  # bytes that one process has prepared before others have started
+_WORKER_BYTES = 240 << 20  # memory of a worker, and about that of this process
 
 
 @dataclass
 class PrepareReport:
     """What `prepare` did."""
 
-    splits: dict[str, "SplitReport"]  # by the split's name; of several fields, by "SPLIT FIELD"
+    splits: dict[str, "SplitReport"]  # by the name of the split, or by "SPLIT FIELD" for several fields
     seconds: float
     engine: str
     train_command: str
@@ -53,12 +51,12 @@ def prepare(
     show: Callable[[str], None] | None = None,
     **options: Any,
 ) -> PrepareReport:
-    """Turn text files into one split of a data set; run again with the same arguments, it continues.
+    """Turn text files into one split of a dataset. Run again with the same arguments, it continues.
 
     input: files, folders, globs or URLs
-    out_root: folder of the data set
+    out_root: folder of the dataset
     tokenizer: folder, file or hub id, or a loaded one; None keeps text as text (MDS column `text`)
-    show: receives lines of progress; by default a bar on a terminal, lines otherwise
+    show: receives lines of progress. Default: a bar on a terminal, lines otherwise
     """
     inputs = [input] if isinstance(input, str | Path) else list(input)
     named = None if tokenizer is None else str(tokenizer)
@@ -71,7 +69,7 @@ def _prepare(
 ) -> PrepareReport:
     started = time.monotonic()
     progress = PrepareProgress(show)
-    # of several processes only the first says which files are not read
+    # of several processes only the first reports which files are not read
     files = find_files(options.input, None if options.share and options.share[0] else progress.say)
     small = sum(f.size for f in files) <= _SMALL_INPUT and all(f.format != "hub" for f in files)
     workers = _worker_count(options, small, progress)
@@ -99,7 +97,7 @@ def _prepare(
 
 
 def _worker_count(options: PrepareOptions, small: bool, progress: PrepareProgress) -> int:
-    """How many worker processes; 0 does the work in this one, which is quicker for little input."""
+    """How many worker processes; 0 to do the work in this one, which is faster for little input."""
     if options.num_workers is not None:
         return options.num_workers
     if small:

@@ -1,4 +1,4 @@
-"""How far it is: a bar or a number on a terminal, a line now and then elsewhere, nothing below two seconds."""
+"""Progress: a bar or a percentage on a terminal, a line now and then elsewhere, nothing in the first two seconds."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def follow(
 
 
 class PrepareProgress:
-    """How far a preparation is: counts what workers report, and shows it. Safe to call from several threads."""
+    """Counts what workers report and shows it. Safe to call from several threads."""
 
     def __init__(self, show: Callable[[str], None] | None = None):
         self._show = show
@@ -60,19 +60,19 @@ class PrepareProgress:
             self.say(f"continuing: {resumed} pieces are already done")
 
     def advance(self, counts: dict[str, int]) -> None:
-        """Some documents were encoded: how many, and their bytes and units."""
+        """Count encoded documents, their bytes and their units."""
         with self._lock:
             self.counts.update(counts)
         self.refresh()
 
     def consumed(self, size: int, earlier: bool = False) -> None:
-        """So many bytes of input files are finished, by this run or an earlier one."""
+        """Count bytes of input files that are finished, by this run or an earlier one."""
         with self._lock:
             self.done += size
             self.skipped += size if earlier else 0
 
     def refresh(self) -> None:
-        """Show the state, if it is time."""
+        """Show the state, at most every few seconds."""
         now = time.monotonic()
         if now - self.began < _QUIET_SECONDS:
             return
@@ -84,7 +84,7 @@ class PrepareProgress:
                 self.say(f"{min(self.done / self.total, 1.0):.0%} {self._rates(now)}")
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar:
             self._bar.stop()
             self._bar = None

@@ -126,7 +126,7 @@ class SplitJob:
             return
         if load_tokenizer(folder).fingerprint() != self.tokenizer.fingerprint():
             raise DataError(
-                f"{folder}: the data set there was made with another tokenizer; use that one, or choose another output"
+                f"{folder}: the dataset there was made with another tokenizer; use that one, or choose another output"
             )
 
     # ---- the work ----

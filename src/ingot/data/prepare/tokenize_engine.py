@@ -1,9 +1,9 @@
-"""Which program turns text into ids: `gigatoken` where it is provably the same, Hugging Face `tokenizers` otherwise.
+"""The library that turns text into ids: `gigatoken` where it returns the same ids, Hugging Face `tokenizers` otherwise.
 
-`gigatoken` is 30 to 100 times faster, but it knows a newer Unicode than Hugging Face does: a letter that one of them
-has not heard of splits words differently, and a new combining mark is put into another order by NFC. So the choice is
-made twice. Once at start-up: hostile probes must give equal ids, or the fast engine is not used at all. Then for each
-document: one that holds a character outside the part of Unicode on which both agree goes to Hugging Face.
+`gigatoken` is 30 to 100 times faster, but it has a newer Unicode than Hugging Face: a letter that only one of them
+knows splits words differently, and NFC puts a new combining mark into another order. So the choice is made twice. At
+start-up, hostile probes must yield equal ids, or the fast engine is not used at all. Then for each document: one with
+a character outside the part of Unicode on which both agree goes to Hugging Face.
 """
 
 import functools
@@ -19,15 +19,15 @@ import numpy as np
 from ingot.data.tokenizer import Tokenizer, parse_tokenizer
 from ingot.errors import DataError
 
-_TABLE_END = 0x20000  # code points above are rare; of them only the old ideographs are left to the fast engine
+_TABLE_END = 0x20000  # code points above are rare; of these, the fast engine gets only the old ideographs
 _IDEOGRAPHS = (0x20000, 0x2A6D6)
 _CHUNK_CHARS = 1 << 22  # longer documents are encoded in chunks, to bound memory
-_EXACT_CHARS = 1 << 20  # what Hugging Face is given at once
+_EXACT_CHARS = 1 << 20  # batch size for Hugging Face
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What an engine must know of a tokenizer, as plain values."""
+    """What an engine needs to know about a tokenizer, as plain values."""
 
     json: str
     normalizes: bool
@@ -35,7 +35,7 @@ class Rules:
     prefix: list[int]  # what the tokenizer itself puts before each document, such as Llama's `<s>`
     suffix: list[int]
     probes: list[str]  # texts that tell engines apart
-    probe_ids: list[list[int]]  # what Hugging Face makes of each
+    probe_ids: list[list[int]]  # Hugging Face's ids of each
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "Rules":
@@ -47,7 +47,7 @@ class Rules:
 
 
 class Engine:
-    """Encodes documents. `reason` says why it is this one."""
+    """Encodes documents. `reason` says why this engine was chosen."""
 
     def __init__(self, rules: Rules, name: str, reason: str = ""):
         self.rules, self.name, self.reason = rules, name, reason
@@ -56,13 +56,13 @@ class Engine:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Hugging Face's, which many inputs never need next to the fast one."""
+        """Hugging Face's tokenizer, which the fast engine rarely needs."""
         return parse_tokenizer(self.rules.json)
 
     def encode(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of some documents (UTF-8) back to back, uint32 [tokens], and the number of each, int64 [documents].
 
-        The frame (`rules.prefix`, `rules.suffix`) that belongs around a document is left to the caller.
+        The caller adds what belongs around a document (`rules.prefix`, `rules.suffix`).
         """
         if any(len(text) > _CHUNK_CHARS for text in texts):
             return self._encode_long(texts)
@@ -91,7 +91,7 @@ class Engine:
 
     def _encode_exactly(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[np.ndarray] = []
-        # in batches, since what Hugging Face returns takes some 150 bytes per token
+        # in batches, since Hugging Face's result takes some 150 bytes per token
         for batch in _batches([text.decode() for text in texts]):
             encodings = self.tokenizer.backend.encode_batch_fast(batch, add_special_tokens=False)
             ids += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
@@ -118,9 +118,9 @@ class Engine:
         yield text[start:]
 
     def find_cut(self, text: str, low: int, high: int) -> int | None:
-        """The last place in [low, high) between a word and the single space before the next, if cuts are safe.
+        """The last position in [low, high) between a word and the single space before the next, if cuts are safe.
 
-        Every byte-level pre-tokenizer in use splits there; the neighbourhood is encoded both ways to be sure.
+        Every byte-level pre-tokenizer in use splits there; the text around it is encoded both ways to be sure.
         """
         if not self.rules.cuts_are_safe:
             return None
@@ -138,9 +138,9 @@ class Engine:
         return None
 
     def _has_foreign(self, text: bytes) -> bool:
-        """Whether it holds a character on which the engines may not agree."""
+        """Whether a text has a character on which the engines may disagree."""
         data = np.frombuffer(text, np.int8)
-        rest = data[data < 0].tobytes()  # what is not ASCII: still valid UTF-8, and mostly little
+        rest = data[data < 0].tobytes()  # all but ASCII, which is still valid UTF-8, and mostly short
         if not rest:
             return False
         points = np.frombuffer(rest.decode().encode("utf-32-le"), dtype=np.uint32)  # [characters]
@@ -151,14 +151,14 @@ class Engine:
 
 
 def choose_engine(tokenizer: Tokenizer, wanted: str = "auto") -> Engine:
-    """The fastest engine with Hugging Face's ids, or the one asked for (`gigatoken`, `hf`)."""
+    """The fastest engine with Hugging Face's ids, or the requested one (`gigatoken`, `hf`)."""
     return pick_engine(Rules.of(tokenizer), wanted)
 
 
 def pick_engine(rules: Rules, wanted: str) -> Engine:
-    """The same in a process that has no need of Hugging Face's tokenizer yet."""
+    """`choose_engine` for a process that has only the rules of the tokenizer."""
     if wanted == "hf":
-        return Engine(rules, "hf", "asked for")
+        return Engine(rules, "hf", "requested")
     try:
         engine = Engine(rules, "gigatoken", "same ids as Hugging Face on all probes")
     except ImportError:
@@ -166,7 +166,7 @@ def pick_engine(rules: Rules, wanted: str) -> Engine:
     except Exception as error:  # a tokenizer that it does not support
         reason = f"gigatoken does not support this tokenizer ({str(error).splitlines()[0][:120]})"
     else:
-        # Documents with characters that the fast engine is never given are no probes of it.
+        # Probes with characters that the fast engine never gets do not count.
         probes = zip(rules.probes, rules.probe_ids, strict=True)
         known = [(text, expected) for text, expected in probes if not engine._has_foreign(text.encode())]
         ids, lengths = engine._encode_fast([text.encode() for text, _ in known])
@@ -176,12 +176,12 @@ def pick_engine(rules: Rules, wanted: str) -> Engine:
             return engine
         reason = f"gigatoken returns other ids than Hugging Face, for example for {wrong[0][:40]!r}"
     if wanted == "gigatoken":
-        raise DataError(f"engine=gigatoken cannot serve this tokenizer: {reason}; use engine=hf")
+        raise DataError(f"engine=gigatoken does not work with this tokenizer: {reason}; use engine=hf")
     return Engine(rules, "hf", reason)
 
 
 def hostile_texts(tokenizer: Tokenizer, count: int, seed: int) -> list[str]:
-    """Texts made of what tokenizers get wrong: odd spaces, marks, contractions, halves of special tokens, digits."""
+    """Texts of what tokenizers get wrong: odd spaces, marks, contractions, halves of special tokens, digits."""
     rng = random.Random(seed)
     added = [a.content for a in tokenizer.backend.get_added_tokens_decoder().values()] or ["<s>"]
     words = sorted(tokenizer.vocab)
@@ -225,10 +225,10 @@ def _batches(texts: list[str]) -> Iterator[list[str]]:
 
 @functools.cache
 def _agreed_characters(normalizes: bool) -> np.ndarray:
-    """For each code point below _TABLE_END, whether every Unicode version since long ago treats it alike, bool.
+    """For each code point below _TABLE_END, whether both engines treat it alike, bool.
 
-    Assigned in Python's tables, which are older than both engines'. If the tokenizer normalizes: also with the
-    combining class and decomposition of Unicode 3.2, since Hugging Face's NFC is that of an old version.
+    It must be assigned in Python's tables, which are older than both engines'. If the tokenizer normalizes, it must
+    also have the combining class and decomposition of Unicode 3.2, since Hugging Face's NFC is that of an old version.
     """
     old = unicodedata.ucd_3_2_0
     known = np.zeros(_TABLE_END, dtype=bool)
@@ -255,4 +255,4 @@ def _document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     for start in range(len(framed) - len(bare) + 1):
         if framed[start : start + len(bare)] == bare:
             return framed[:start], framed[start + len(bare) :]
-    raise DataError("the tokenizer's post-processor changes the text's own tokens, which preparation does not support")
+    raise DataError("the tokenizer's post-processor changes the tokens of the text, which `prepare` does not support")
