@@ -179,6 +179,18 @@ def test_what_may_be_several_things_is_one_sentence_that_names_the_closest(
         ("optimizer.name=sgd", "adamw"),
         ("scheduler.t_warmup=5min", "wall-clock"),
         ("data.train.path=", "data.train.path"),
+        ("optimizer.lr=.inf", "finite"),
+        ("gradient_clipping=.nan", "finite"),
+        ("activation_checkpointing=.nan", "fraction of the activations between 0 and 1"),
+        ("optimizer.betas=[-1,0.9]", "greater than or equal to 0"),
+        ("optimizer.betas={a: 1}", "optimizer.betas"),
+        ("seed=99999999999999999999999999", "seed"),
+        (f"seed={'9' * 5000}", "seed"),
+        (f"seed={'[' * 5000}", "seed"),
+        ("max_duration=1e400ba", "too long"),
+        ("scheduler.t_warmup=1e30ba", "too long"),
+        ("model.family=[a]", "model.family"),
+        (f"name={'x' * 300}", "1 to 200 bytes"),
         ("=3", "not of the form key=value"),
         ("model=", "model"),
     ],
@@ -191,7 +203,7 @@ def test_impossible_values_are_refused_with_a_reason(tmp_path: Path, override: s
 @pytest.mark.parametrize(
     ("text", "words"),
     [("model: [1, 2\n", ":2: not valid YAML"), ("- a\n- b\n", "must be a mapping"), ("seed: 1\nseed: 2\n", "duplicate"),
-     ("model: hello\ndata: x\n", "model")],
+     ("model: hello\ndata: x\n", "model"), ("seed: " + "9" * 5000, "cannot be read"), ("[" * 3000, "cannot be read")],
 )  # fmt: skip
 def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, words: str) -> None:
     assert words in error_of(write(tmp_path, text))

@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 class Section(BaseModel):
     """A typed part of a run's config. Frozen: what was validated is what runs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(),
+                              allow_inf_nan=False)  # fmt: skip
 
 
 def rule_error(key: str, reason: str) -> PydanticCustomError:

@@ -84,7 +84,7 @@ class SourceConfig(PlaceConfig):
 
     shuffle: bool = True
     """Draw samples in a random order, a pure function of the seed; false reads them in stored order."""
-    shuffle_seed: int | None = None
+    shuffle_seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     """Seed of the sample order. Default: the run's seed."""
     mix: dict[str, MixedSourceConfig] = Field(default_factory=dict)
     """Instead of path: several datasets by name, each with its path and weight. A resumed run may add sources and

@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 UNITS = ("ba", "ep", "sp", "tok", "dur", "sec", "min", "h")
 SECONDS = {"sec": 1.0, "min": 60.0, "h": 3600.0}
 MULTIPLIERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+LONGEST = 1e18  # of any unit: batches are counted in 64 bits
 PATTERN = rf"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)({'|'.join(UNITS)})"
 
 
@@ -40,7 +41,10 @@ class Duration:
                 problem, examples = "has no unit", ", ".join(f"{text}{u}" for u in ("ba", "ep", "tok"))
             raise ValueError(f"{text!r} {problem}; write for example {examples} (units: {', '.join(UNITS)})")
         number, multiplier, unit = match.groups()
-        return cls(float(number.replace("_", "")) * MULTIPLIERS[multiplier], unit)
+        value = float(number.replace("_", "")) * MULTIPLIERS[multiplier]
+        if value > LONGEST:
+            raise ValueError(f"{text!r} is too long; the longest duration is {LONGEST:g}{unit}")
+        return cls(value, unit)
 
     @property
     def is_wall_clock(self) -> bool:

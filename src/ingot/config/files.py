@@ -41,7 +41,7 @@ def read_config_file(path: Path) -> ConfigFile:
         content = OmegaConf.create(text)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_error(path, text, error)) from None
-    except (OmegaConfBaseException, UnicodeDecodeError, OSError, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, ValueError, OSError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(content, DictConfig) or not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: a config file must be a mapping of keys to values")

@@ -4,8 +4,8 @@ OmegaConf merges and interpolates; pydantic validates. Files of other stacks are
 """
 
 import json
+import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -33,7 +33,7 @@ def load_config(schema: type[SchemaT], arguments: Sequence[str], base: dict[str,
 
 
 def is_override(argument: str) -> bool:
-    return "=" in argument and not Path(argument).is_file()
+    return "=" in argument and not os.path.isfile(argument)
 
 
 def build_config(
@@ -75,7 +75,7 @@ def read_override(override: str, origins: Origins) -> DictConfig:
     try:
         content = OmegaConf.from_dotlist([override])
         check_interpolation(content, Origins({key: "command line"}))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"command line: cannot read '{override}': {str(error).splitlines()[0]}") from None
     origins[key] = "command line"
     return content
@@ -84,7 +84,7 @@ def read_override(override: str, origins: Origins) -> DictConfig:
 def merge(base: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, layer)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:
         raise ConfigError(f"{origin}: {str(error).splitlines()[0]}") from None
     assert isinstance(merged, DictConfig)
     return merged

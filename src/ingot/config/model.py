@@ -100,8 +100,7 @@ class ModelConfig(Section):
     @classmethod
     def _fill_from_family(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            preset = FAMILIES.get(values.get("family", "mpt"), {})
-            return {**preset, **values}
+            return {**FAMILIES.get(str(values.get("family", "mpt")), {}), **values}
         return values
 
     @model_validator(mode="after")

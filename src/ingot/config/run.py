@@ -31,7 +31,7 @@ class RunConfig(Section):
 
     name: str = Field(default="run", min_length=1)
     """Name of the run: one plain name, because the default run folder is named after it."""
-    seed: int = Field(default=17, ge=0)
+    seed: int = Field(default=17, ge=0, lt=1 << 63)
     """Determines initial weights, data order and dropout."""
     max_seq_len: int = Field(default=2048, gt=0)
     """Tokens per training sequence."""

@@ -1,11 +1,13 @@
 """How a run is trained and watched: optimizer, learning rate, guards, loggers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ingot.config.base import Section
 from ingot.config.durations import Duration
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -16,7 +18,7 @@ class OptimizerConfig(Section):
     decoupled too; muon updates the hidden matrices and leaves the rest to AdamW."""
     lr: float = Field(default=6e-4, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the running averages of gradients and of their squares."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator, for numerical stability (AdamW)."""
