@@ -50,7 +50,7 @@ class DiskError(IngotError):
 def disk_error(action: str, path: object, error: OSError) -> DiskError:
     """The error for a failed write."""
     reason = error.strerror or str(error)
-    return DiskError(f"cannot {action} {path}: {reason}; free some space or choose another folder with save_folder=...")
+    return DiskError(f"cannot {action} {path}: {reason}; free some space or choose another folder")
 
 
 class MissingExtra(IngotError):

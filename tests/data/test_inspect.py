@@ -1,6 +1,7 @@
 """`ingot inspect` describes a dataset and finds what is damaged."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,14 +63,24 @@ def test_a_remote_dataset_is_streamed_to_a_local_folder(made: Path, tmp_path: Pa
 
 
 def test_a_damaged_shard_is_found(made: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(made / "mds", tmp_path / "copy")
     shard = tmp_path / "copy" / "train" / "shard.00000.mds"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(DataError, match="damaged"):
+        list(describe(str(tmp_path / "copy"), "train", None, verify=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("index.json", ""), ("index.json", "[]"), ("index.json", '{"shards": null}'), ("index.json", "[" * 100_000),
+     ("meta.json", "?"), ("meta.json", "[]"), ("meta.json", '{"tokens": "x"}')],
+)  # fmt: skip
+def test_a_damaged_description_is_one_sentence(name: str, text: str, made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "mds", tmp_path / "copy")
+    (tmp_path / "copy" / "train" / name).write_text(text)
+    with pytest.raises(DataError, match="is damaged"):
         list(describe(str(tmp_path / "copy"), "train", None, verify=True))
 
 
@@ -84,8 +95,6 @@ def test_a_long_verification_shows_its_progress(
 
 
 def test_a_foreign_tokenizer_is_found(made: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(made / "mds", tmp_path / "copy")
     train_tokenizer(["other"], 280, tmp_path / "copy" / "tokenizer")
     with pytest.raises(DataError, match="not the tokenizer that made"):

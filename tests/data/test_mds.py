@@ -1,5 +1,6 @@
 """Reading MDS shards of every shape, and refusing damaged or hostile ones."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,14 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "data", random_shards())
     (folder / "shard.00002.mds").unlink()
     with pytest.raises(DataError, match=r"shard\.00002\.mds"):
+        open_dataset(SourceConfig(path=str(folder)), 16)
+
+
+def test_a_shard_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "data", random_shards())
+    (folder / "shard.00002.mds").unlink()
+    os.mkfifo(folder / "shard.00002.mds")
+    with pytest.raises(DataError, match=r"shard\.00002\.mds is not a file"):
         open_dataset(SourceConfig(path=str(folder)), 16)
 
 

@@ -196,6 +196,7 @@ def test_text_kept_as_text_comes_back(corpus: Path, tmp_path: Path) -> None:
     assert report.splits["train"].shards > 3
     entry = json.loads((tmp_path / "out" / "train" / "index.json").read_text())["shards"][0]
     assert (entry["column_names"], entry["column_encodings"]) == (["text"], ["str"])
+    assert report.train_command is None
 
 
 def test_beginning_and_end_of_documents_are_as_asked(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -618,6 +619,11 @@ def test_a_tokenizer_that_does_not_match_the_folder_is_refused(
         ({"concat_tokens": 0}, "concat_tokens = 0: .*greater than or equal to 1"),
         ({"on_error": "ignore"}, "'stop' or 'skip'"),
         ({"num_workers": -1}, "num_workers = -1: .*greater than or equal to 0"),
+        ({"num_workers": 100_000}, "num_workers = 100000: .*less than or equal to 500"),
+        ({"concat_tokens": 999_999_999_999}, "concat_tokens = 999999999999: .*less than or equal"),
+        ({"max_samples": -5}, "max_samples = -5: .*greater than or equal to 1"),
+        ({"max_expansion": 0}, "max_expansion = 0: .*greater than or equal to 1"),
+        ({"max_document_bytes": 0}, "max_document_bytes = 0: .*greater than or equal to 1"),
         ({"engine": "magic"}, "'auto', 'gigatoken' or 'hf'"),
         ({"json_keys": ["a", "b"]}, "need format=indexed"),
         ({"size_limit": 1 << 33}, "size_limit = 8589934592: .*less than 4294967296"),

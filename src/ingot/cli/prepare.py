@@ -12,6 +12,7 @@ from ingot.cli.prepare_options import PeerOptions, PrepareRequest, read_request
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.prepare import prepare as run
 
+NO_TOKENS = "no tokenizer was given, so the shards hold text; to train on them, prepare again with --tokenizer"
 # Options of the peers that take several values after one name.
 _LISTS = {"splits", "json_keys", "jsonl_keys", "input", "path", "input_folder"}
 # Options of the peers that have no counterpart here, and why that loses nothing.
@@ -104,7 +105,7 @@ def prepare(**options: Any) -> None:
             else:
                 _print_summary(where, made, report.seconds)
         if not split.share:
-            print(f"train on it: {report.train_command}")
+            print(f"train on it: {report.train_command}" if report.train_command else NO_TOKENS)
 
 
 def read_arguments(arguments: list[str]) -> PrepareRequest:

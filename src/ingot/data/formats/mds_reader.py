@@ -57,7 +57,7 @@ def read_index(path: Path) -> list[MdsShardInfo]:
         if index["version"] != 2:
             raise DataError(f"{path} has version {index['version']}; only version 2 of MDS is supported")
         return [_shard_info(entry, path) for entry in index["shards"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
         raise DataError(f"{path} is not a valid MDS index ({reason}); prepare or copy the data again") from None
     except OSError as error:
@@ -72,7 +72,8 @@ def _shard_info(entry: dict[str, Any], path: Path) -> MdsShardInfo:
         raise DataError(f"{path} has a pickled column, which could run code when read; use another encoding")
     if COLUMN not in names:
         raise DataError(
-            f"{path} has the columns {', '.join(names)} but no column '{COLUMN}'; tokenize text with `ingot prepare`"
+            f"{path} has the columns {', '.join(names)} but no column '{COLUMN}'; to turn text into tokens, run "
+            "`ingot prepare` with a tokenizer"
         )
     column = names.index(COLUMN)
     packed = _shard_file(entry["zip_data"], path) if entry.get("zip_data") else None
@@ -194,6 +195,8 @@ class MdsShard:
 def map_file(path: Path, size: int) -> mmap.mmap:
     """A read-only memory map of a file that must have `size` bytes."""
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise DataError(f"{path} is not a file; copy or prepare the data again")
         with path.open("rb") as file:
             found = path.stat().st_size
             if found != size:

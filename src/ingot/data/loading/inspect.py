@@ -72,6 +72,13 @@ def find_splits(path: str, split: str | None) -> list[str | None]:
 
 def describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
     """Lines that describe a dataset; raises DataError if it is damaged."""
+    try:
+        yield from _describe(path, split, local, verify)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: index.json or meta.json is damaged: {error!r}; prepare or copy it again") from None
+
+
+def _describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
     if "://" in path:
         kind, place, _ = fetch_index(path, _cache(local), split, None)
         verify = False  # the loader verifies each shard as it arrives

@@ -56,7 +56,7 @@ class PrepareOptions(Section):
     """train, val, train_small, ...: plain names; several only with --dataset."""
     tokenizer: str | None = Field(None, json_schema_extra=flags("--tokenizer", "--tokenizer_model"))
     """Folder, tokenizer.json or hub id; none keeps text as text (MDS column `text`)."""
-    concat_tokens: int = Field(2048, ge=1)
+    concat_tokens: int = Field(2048, ge=1, le=1 << 28)
     """Tokens of one MDS sample."""
     bos_text: str = ""
     """Text before each document."""
@@ -66,7 +66,7 @@ class PrepareOptions(Section):
     """Start each sample with a document; the rest of a document that does not fit is dropped."""
     drop_last: bool = False
     """Drop the last, shorter sample, as LLM Foundry does."""
-    max_samples: int | None = None
+    max_samples: int | None = Field(None, ge=1)
     """Stop after this many samples. Default: LLM Foundry's number for train_small and similar splits."""
     format: Literal["mds", "indexed"] = "mds"
     """MDS shards, or Megatron's .bin/.idx (the default with --output_prefix)."""
@@ -78,7 +78,9 @@ class PrepareOptions(Section):
     """Integer type of the tokens; auto: the narrowest that holds the vocabulary."""
     json_keys: Names = Field(("text",), json_schema_extra=flags("--json_keys", "--jsonl_keys"))
     """Field or column that holds the text."""
-    num_workers: int | None = Field(None, ge=0, json_schema_extra=flags("--num_workers", "--workers", "--processes"))
+    num_workers: int | None = Field(
+        None, ge=0, le=500, json_schema_extra=flags("--num_workers", "--workers", "--processes")
+    )
     """Worker processes; 0 does the work in this one. Default: one per core."""
     memory: Bytes = Field(1_500_000_000, json_schema_extra={"shown": "1.5GB"})
     """Memory that all processes together should stay below; limits the default number of workers."""
@@ -90,9 +92,9 @@ class PrepareOptions(Section):
     """Remove an earlier result of prepare and start again. A folder that prepare did not write is refused."""
     share: Share | None = None
     """K/N: do a share of the work as one of N processes, K from 0; a run without it, afterwards, does the rest."""
-    max_document_bytes: int = 1 << 26
+    max_document_bytes: int = Field(1 << 26, ge=1)
     """Longest line or text accepted as one document."""
-    max_expansion: int = 200
+    max_expansion: int = Field(200, ge=1)
     """How many times its size a compressed file may grow to."""
 
     @property

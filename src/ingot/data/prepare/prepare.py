@@ -35,7 +35,7 @@ class PrepareReport:
     splits: dict[str, "SplitReport"]  # by the name of the split, or by "SPLIT FIELD" for several fields
     seconds: float
     engine: str
-    train_command: str
+    train_command: str | None  # None for text that is kept as text
     documents: int
     tokens: int
     bytes: int
@@ -110,7 +110,9 @@ def _worker_count(options: PrepareOptions, small: bool, progress: PrepareProgres
     return min(cores, fitting)
 
 
-def _train_command(options: PrepareOptions) -> str:
+def _train_command(options: PrepareOptions) -> str | None:
+    if options.tokenizer is None:
+        return None
     if options.output_prefix:
         return f"ingot train mpt-125m data={shlex.quote(f'{options.output_prefix}_{options.key}_document')}"
     root, split = shlex.quote(str(options.folder)), options.split

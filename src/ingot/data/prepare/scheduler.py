@@ -115,8 +115,8 @@ class SplitJob:
         taken = target.folder if target.stem is None else target.folder / f"{target.stem}.idx"
         if taken.is_symlink() or (taken.exists() and (target.stem or not is_empty(taken))):
             raise DataError(
-                f"{taken}: already there, and made from other input or with other options; "
-                "remove it, or choose another output"
+                f"{taken}: already there, and made from other input or with other options; choose another output, or "
+                "remove it with reprocess"
             )
         return None
 

@@ -34,10 +34,8 @@ def read_csv(stream: IO[bytes], path: str, options: PrepareOptions) -> Iterator[
         for number, row in enumerate(reader, 1):
             if not row:
                 continue
-            if column >= len(row):
-                batch.add(number, b"", f"only {len(row)} columns")
-            else:
-                batch.add(number, row[column].encode())
+            problem = f"{len(row)} columns, but the header has {len(header)}" if len(row) != len(header) else ""
+            batch.add(number, b"" if problem else row[column].encode(), problem)
             if batch.is_full:
                 yield batch.take()
     except UnicodeDecodeError as error:
@@ -71,6 +69,8 @@ def read_json_values(stream: IO[bytes], path: str, options: PrepareOptions) -> I
             if more:
                 needed = 1
                 continue
+            if in_array:
+                raise DataError(f"{path}: the array does not end after record {number}; the file is truncated")
             break
         if in_array is None:
             in_array = buffer[at] == "["
@@ -80,8 +80,8 @@ def read_json_values(stream: IO[bytes], path: str, options: PrepareOptions) -> I
             break
         try:
             value, at = decoder.raw_decode(buffer, at)
-        except ValueError as error:
-            if more and len(buffer) - at <= options.max_document_bytes:
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ValueError) and more and len(buffer) - at <= options.max_document_bytes:
                 needed = 2 * (len(buffer) - at)
                 continue
             raise DataError(f"{path}: record {number + 1}: not valid JSON: {error}") from None
