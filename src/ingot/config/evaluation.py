@@ -21,17 +21,17 @@ _KEYS = {
 class EvalOptions(Section):
     """The options of `ingot eval` for downstream tasks."""
 
-    tasks: tuple[str, ...] = Field((), json_schema_extra={"flags": ["--tasks"], "several": True})
+    tasks: tuple[str, ...] = Field(default=(), json_schema_extra={"flags": ["--tasks"], "several": True})
     """Task files (.jsonl, or a YAML list), texts, or names from --list; several after one --tasks."""
     gauntlet: str | None = None
     """YAML file with an eval_gauntlet: composite scores of the tasks."""
-    num_fewshot: int | None = Field(None, ge=0)
+    num_fewshot: int | None = Field(default=None, ge=0)
     """Examples per question, for all tasks."""
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(default=None, ge=1)
     """Only the first questions of each task."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run tasks."""
-    out: Path | None = Field(None, json_schema_extra={"flags": ["-o", "--out"]})
+    out: Path | None = Field(default=None, json_schema_extra={"flags": ["-o", "--out"]})
     """File for the scores of tasks. Default: RUN/evaluations/STEP.json."""
     questions: bool = False
     """Write prompt, prediction and score of every question to that file."""
