@@ -82,7 +82,7 @@ TWO_PROCESSES = {  # started together, once, for all the tests below
     "gpt3 fsdp": ["gpt3", FSDP],
     "mpt tensor": ["mpt", TP],
     "gpt3 context": ["gpt3", CP],
-    "pythia pipeline": ["pythia", PP],
+    "pythia pipeline": ["pythia", PP, "guards.checksum_interval=5ba"],
     "gpt3 zero bubble": ["gpt3", PP, ZERO_BUBBLE],
     "gpt3 small": ["gpt3", FSDP, "device_train_microbatch_size=1", "reshard_after_forward=false"],
     "gpt3 recompute": ["gpt3", PP, "activation_checkpointing=true"],

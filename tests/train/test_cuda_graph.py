@@ -36,6 +36,25 @@ def test_cuda_graphs_true_is_an_error_where_they_are_impossible() -> None:
         check_cuda_graphs(config("cuda_graphs=true"), GPU, True)
 
 
+@pytest.mark.parametrize("asked", ["true", "auto"])
+def test_running_out_of_memory_while_capturing_is_an_error_only_if_graphs_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    def capture(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_graph, "_seconds", lambda work, device: 0.021)
+    monkeypatch.setattr(cuda_graph, "MicrobatchGraph", capture)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
+    choice = GraphChoice(config(f"cuda_graphs={asked}"), GPU, None, 0.001)
+    if asked == "true":
+        with pytest.raises(ConfigError, match="cuda_graphs=true needs memory for one more microbatch"):
+            choice.measure(lambda *arguments: NO_ARGUMENTS[0], [], NO_ARGUMENTS)
+    else:
+        assert choice.measure(lambda *arguments: NO_ARGUMENTS[0], [], NO_ARGUMENTS)[0] is None
+
+
 @pytest.mark.parametrize(
     ("launched", "replayed", "reserved", "expected"),
     [

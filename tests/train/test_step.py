@@ -11,7 +11,10 @@ from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
 from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel.executors import single
+from ingot.parallel.executors.base import squared_norm
 from ingot.parallel.executors.device import peak_flops
+from ingot.parallel.executors.oom import OutOfMemory
 from ingot.parallel.executors.single import SingleProcess
 from ingot.training.loss_scale import LossScale
 from ingot.training.optimizer import Optimizer
@@ -235,6 +238,28 @@ def test_a_batch_that_does_not_fit_is_repeated_in_microbatches_half_as_large() -
     assert said == ["out of memory at batch 7; trying it again with microbatches of 2"]
     assert step.executor.graph is None  # captured for microbatches of 4
     assert found[0] == expected[0] and all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_clipping_that_runs_out_of_memory_is_tried_again_and_then_says_where(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    step, left = make_step(4), [failures]
+
+    def limited(tensors: list[torch.Tensor]) -> torch.Tensor:
+        if left[0]:
+            left[0] -= 1
+            torch.empty(1 << 60)
+        return squared_norm(tensors)
+
+    monkeypatch.setattr(single, "squared_norm", limited)
+    step.executor.begin_step(6)
+    step.accumulate(make_batch(uneven=False))
+    if failures == 1:
+        assert float(step.executor.clip_gradients(1.0)) > 0
+    else:
+        with pytest.raises(OutOfMemory, match="out of memory while clipping the gradients of batch 7 with microbatches"):
+            step.executor.clip_gradients(1.0)
 
 
 def test_an_evaluation_that_fails_leaves_the_model_in_training_mode() -> None:

@@ -65,7 +65,7 @@ class Trainer:
     """Everything that a run needs, built and checked before the first step."""
 
     def __init__(self, config: RunConfig, listener: RunListener, cleanup: ExitStack, fresh: bool = False):
-        self.config, self.listener = config, listener
+        self.config, self.listener, self.cleanup = config, listener, cleanup
         env = find_rank_env()
         self.run = RunSession(config, env.rank)
         cleanup.callback(self.run.close)
@@ -122,6 +122,7 @@ class Trainer:
                 result = None if progress.is_skipped else run_step(self, batch, self._step)
                 anomaly = self.guard.find_anomaly(wait=save_due)  # nothing is saved unjudged
                 if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
+                    batches.close()
                     batches = self._open_batches()
                     continue
                 if result is not None:
@@ -163,7 +164,9 @@ class Trainer:
             self.inputs.train, size, seed=config.order_seed(source), shuffle=source.shuffle,
             prefetch=config.sources.prefetch_batches, part=self.executor.batch_part(size),
         )  # fmt: skip
-        return loader.batches(self.progress.batch)
+        batches = loader.batches(self.progress.batch)
+        self.cleanup.callback(batches.close)  # ends its thread
+        return batches
 
     def _step(self, batch: Batch) -> StepResult:
         """Train on a batch."""

@@ -107,7 +107,12 @@ class GraphChoice:
                 return None, f"CUDA graphs: off ({why})"
             graph = MicrobatchGraph(forward_backward, parameters, arguments)
             replayed = _seconds(lambda: graph.run(*arguments), self.device)
-        except torch.OutOfMemoryError:  # of a timed pass; the step itself deals with it
+        except torch.OutOfMemoryError:
+            if always:
+                raise ConfigError(
+                    "cuda_graphs=true needs memory for one more microbatch, which does not fit; use a smaller "
+                    "device_train_microbatch_size, or auto"
+                ) from None
             return None, "CUDA graphs: off (not enough memory to try)"
         except RuntimeError as error:
             torch.cuda.synchronize(self.device)

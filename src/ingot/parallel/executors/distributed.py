@@ -211,15 +211,20 @@ class Distributed:
                 yield name, whole
 
     def differing_replicas(self) -> tuple[list[int], str] | None:
+        names = list(self.parameter_shapes)
+        number = {name: index for index, name in enumerate(names)}
         own = [local(p.tensor.detach()).contiguous().view(torch.int32) for p in self.parameters]
-        bits = torch.stack([x.sum(dtype=torch.int64) for x in own])  # [parameters]
+        sums = torch.stack([x.sum(dtype=torch.int64) for x in own])
+        index = torch.tensor([number[p.name] for p in self.parameters], device=self.device)
+        # of all parameters of the model: ranks of other pipeline stages hold others
+        bits = torch.zeros(len(names), dtype=torch.int64, device=self.device).index_add_(0, index, sums)
         found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
         dist.all_gather(found, bits)
         for ranks in self.mesh.replicas():
             counts = Counter(tuple(found[r].tolist()) for r in ranks)
             if len(counts) > 1:
                 (usual, most), (other, second) = counts.most_common(2)
-                name = next(p.name for p, a, b in zip(self.parameters, usual, other, strict=True) if a != b)
+                name = next(name for name, a, b in zip(names, usual, other, strict=True) if a != b)
                 return [r for r in ranks if most == second or tuple(found[r].tolist()) != usual], name
         return None
 

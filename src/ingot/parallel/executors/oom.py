@@ -5,9 +5,14 @@ the others wait for it inside a collective, which cannot be undone. That rank ex
 all restart from the last checkpoint with the smaller size.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from ingot.errors import EXIT_FAULT, IngotError
+
+T = TypeVar("T")
 
 
 class OutOfMemory(IngotError):
@@ -38,3 +43,19 @@ def as_out_of_memory(error: BaseException, where: str, microbatch: int) -> OutOf
     if isinstance(error, OutOfMemory):
         return error
     return OutOfMemory(where, microbatch, str(error).partition("\n")[0]) if is_out_of_memory(error) else None
+
+
+def retry_without_cache(work: Callable[[], T], where: str, microbatch: int) -> T:
+    """What `work` returns. If it runs out of memory, which must leave nothing half done, free what torch's allocator
+    keeps for later and try once more."""
+    for is_last in (False, True):
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            problem = as_out_of_memory(error, where, microbatch)
+            if problem is None:
+                raise
+            if is_last:
+                raise problem from None
+        torch.cuda.empty_cache()
+    raise AssertionError("unreachable")

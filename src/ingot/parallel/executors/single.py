@@ -30,7 +30,7 @@ from ingot.parallel.executors.base import (
 )
 from ingot.parallel.executors.cuda_graph import GraphChoice, MicrobatchGraph
 from ingot.parallel.executors.device import peak_flops, usable_memory
-from ingot.parallel.executors.oom import is_out_of_memory
+from ingot.parallel.executors.oom import is_out_of_memory, retry_without_cache
 from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import RankEnv
 
@@ -92,7 +92,9 @@ class SingleProcess:
 
     def clip_gradients(self, limit: float | None, loss_scale: Tensor | None = None) -> Tensor:
         gradients = [p.tensor.grad for p in self.parameters if p.tensor.grad is not None]
-        return scale_gradients(gradients, squared_norm(gradients).sqrt().float(), limit, loss_scale)
+        where = f"while clipping the gradients of batch {self._step + 1}"
+        norm = retry_without_cache(lambda: squared_norm(gradients).sqrt().float(), where, self.microbatch)
+        return scale_gradients(gradients, norm, limit, loss_scale)
 
     def weights_changed(self) -> None:
         refresh(self.model)
