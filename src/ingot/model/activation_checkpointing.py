@@ -4,11 +4,12 @@
 expensive to compute, and recomputes the rest (norms, activations, rotations): most of the memory, little of the work.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ATEN = torch.ops.aten
@@ -23,8 +24,8 @@ EXPENSIVE_OPS = {
 """What `selective` keeps. A kernel that does the work of one of these adds itself."""
 
 
-def run_checkpointed(block: nn.Module, kind: str, *inputs: Any) -> Tensor:
-    """Run a block so that its backward pass recomputes it; `kind` is full or selective."""
+def run_checkpointed(block: Callable[..., Tensor], kind: str, *inputs: Any) -> Tensor:
+    """Run the pass of a block so that its backward pass recomputes it; `kind` is full or selective."""
     if kind == "full":  # torch.compile refuses any context_fn here, even one that does nothing
         return checkpoint(block, *inputs, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _policy)

@@ -40,6 +40,7 @@ class Block(nn.Module):
         self.norm_2 = make_norm(config, config.d_model)
         self.mlp = MLP(config)
         self.pdrop = config.resid_pdrop
+        self.recompute: str | None = None  # see `GPT.activation_checkpointing`
 
     def forward(
         self,
@@ -50,6 +51,20 @@ class Block(nn.Module):
         keys: BlockKeys | None = None,
     ) -> Tensor:
         """The residual stream [B, T, d] after this block, with dropout where there are keys."""
+        if self.recompute is not None and self.training:
+            # within the block, so that the compiler sees its recomputation, and FSDP2 gathers for both
+            return run_checkpointed(self.compute, self.recompute, x, rotary, attend, None, keys)
+        return self.compute(x, rotary, attend, cache, keys)
+
+    def compute(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        cache: KVCache | None = None,
+        keys: BlockKeys | None = None,
+    ) -> Tensor:
+        """The pass itself."""
         attention_keys, attn_out_keys, mlp_out_keys = keys or (None, None, None)
         attended = self.attn(self.norm_1(x), rotary, attend, cache, attention_keys)
         attended = x + dropout(attended, attn_out_keys, self.pdrop)
@@ -102,7 +117,6 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.d_model, config.vocab_rows, bias=False)
         self.attention_op: AttentionOp = SdpaAttention(config)
         self.loss_fn: nn.Module = CrossEntropy(config.vocab_size)
-        self.activation_checkpointing: str | None = None  # full or selective
         self.residual_dtype: torch.dtype | None = None
         self.sequence_part = (0, 1)
 
@@ -117,6 +131,16 @@ class GPT(nn.Module):
         """The summed cross-entropy, a scalar. `positions` [T] are given where a rank holds a part of each sequence,
         `sequence_keys` [B] determine the dropout of each sequence."""
         return self.loss_fn(self.hidden_states(tokens, None, positions, sequence_keys), self.output_weight, labels)
+
+    @property
+    def activation_checkpointing(self) -> str | None:
+        """What the backward pass of a block recomputes: full, selective or nothing."""
+        return next((block.recompute for block in self.blocks.values()), None)  # type: ignore[return-value]
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, kind: str | None) -> None:
+        for block in self.blocks.values():
+            block.recompute = kind  # type: ignore[assignment]
 
     @property
     def output_weight(self) -> Tensor:
@@ -178,10 +202,7 @@ class GPT(nn.Module):
         attend = self.attention_op.prepare(new, cached + new, positions.device, documents)
         for index, block in enumerate(self.blocks.values()):
             block_keys = keys.blocks[index] if keys is not None else None
-            if self.activation_checkpointing is not None and self.training:
-                x = run_checkpointed(block, self.activation_checkpointing, x, rotary, attend, None, block_keys)
-            else:
-                x = block(x, rotary, attend, cache, block_keys)
+            x = block(x, rotary, attend, cache, block_keys)
         if cache is not None:
             cache.length += new
         return self.norm_f(x) if self.has_head else x

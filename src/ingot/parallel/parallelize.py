@@ -57,7 +57,7 @@ def parallelize(config: ModelConfig, parallel: ParallelConfig, layout: Layout, o
         gpt.activation_checkpointing = options.activation_checkpointing
         root = _as_root(gpt, stage, stages, cut, options)
         if options.compiled:
-            compile_model(root, layout)
+            compile_model(root)
         shard_weights(root, mesh, options.precision, reshard)
         if stages == 1:  # a pipeline runs the forward passes of several microbatches before their backward passes
             connect_kernels(root)

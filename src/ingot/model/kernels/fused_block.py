@@ -30,9 +30,9 @@ class FusedBlock(Block):
         nn.Module.__init__(self)
         self.parallel_residual, self.training = block.parallel_residual, block.training
         self.norm_1, self.attn, self.norm_2, self.mlp = block.norm_1, block.attn, block.norm_2, block.mlp
-        self.pdrop = block.pdrop
+        self.pdrop, self.recompute = block.pdrop, block.recompute
 
-    def forward(
+    def compute(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
@@ -41,7 +41,7 @@ class FusedBlock(Block):
         keys: BlockKeys | None = None,
     ) -> Tensor:
         if not kernels_apply(x):
-            return super().forward(x, rotary, attend, cache, keys)
+            return super().compute(x, rotary, attend, cache, keys)
         attention_keys = keys.attention if keys is not None else None
         x, normed = add_norm(self.norm_1, x)
         if self.parallel_residual:
