@@ -182,8 +182,8 @@ def run_case(case: Case) -> None:
         cleanup.callback(executor.close)
         optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
         executor.weights_changed()
-        why = choose_microbatch(config, executor, Path(folder))
-        listener.note(f"microbatch {executor.microbatch} of {case.batch}: {why}")
+        for decision in choose_microbatch(config, executor, Path(folder)):
+            listener.note(decision)
         save(microbatch=executor.microbatch, recompute=executor.recompute, chosen_seconds=time.time() - START)
         run = Steps(config, executor, optimizer, LossScale(device, enabled=False))
         losses = [float(run.step(case.batch)[0])]

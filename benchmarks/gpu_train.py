@@ -34,6 +34,6 @@ def run_train(arguments: list[str], steps: int) -> dict[str, Any]:
             raise RuntimeError(f"{' '.join(command)}\n{''.join(said)}")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rates = [row["throughput/tokens_per_sec"] for row in rows][steps // 2 :]
-    decided = next(line for line in said if line.startswith("microbatch ")).strip()
+    decided = next(line for line in said if line.startswith("microbatch: ")).strip()
     return {"tokens_per_second": round(statistics.median(rates)), "seconds_to_first_step": round(first, 1),
             "decided": decided}  # fmt: skip

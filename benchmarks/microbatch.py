@@ -44,7 +44,7 @@ def measure(recipe: str, overrides: list[str], world: World | None) -> str:
     optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        why = choose_microbatch(config, executor, Path(folder))
+        why = "; ".join(choose_microbatch(config, executor, Path(folder)))
     seconds = time.perf_counter() - start
     chosen, largest, peak, loss = executor.microbatch, 0, 0.0, 0.0
     optimizer.set_lr(0.0)

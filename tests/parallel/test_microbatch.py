@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -131,34 +132,78 @@ def test_a_model_too_large_for_several_ranks_is_an_error_that_is_found_at_once(t
 @pytest.mark.parametrize(
     ("fits", "asked", "size", "recomputed", "said"),
     [
-        ((99, 99, 99), "auto", 32, None, "that fits, capped at 65,536 tokens (tested before step 1: 1.0 GiB with opt"),
-        ((2, 5, 99), "auto", 2, None, "largest divisor of the global batch that fits (tested before step 1: 1.0 GiB"),
-        ((1, 5, 99), "auto", 4, "selective", "; recomputed: selective (the largest would be 1 with nothing)"),
-        ((0, 1, 99), "auto", 32, "full", "; recomputed: full (the largest would be 0 with nothing, 1 with selective)"),
-        ((1, 1, 1), "auto", 1, None, "; recomputed: nothing (the largest would be 1 with selective, 1 with full)"),
-        ((0, 0, 1), "auto", 1, "full", "that fits"),
-        ((8, 8, 8), 8, 8, None, "as configured; recomputed: nothing"),
-        ((4, 7, 8), 8, 8, "full", "as configured; recomputed: full"),
-        ((4, 4, 4), 8, 8, "full", "as configured; recomputed: full"),  # the first step will halve it
+        (
+            (99, 99, 99),
+            "auto",
+            32,
+            None,
+            [
+                "32 sequences (largest divisor of 1024 within 65,536 tokens; tested before step 1)",
+                "none (1.0 of 1.0 GiB with optimizer state)",
+            ],
+        ),
+        ((2, 5, 99), "auto", 2, None, ["2 sequences (largest divisor of 1024 that fits; tested before step 1)"]),
+        ((1, 5, 99), "auto", 4, "selective", ["selective (", "; the largest microbatch otherwise: none: 1 sequence"]),
+        ((0, 1, 99), "auto", 32, "full", ["full (", "otherwise: none: 0 sequences, selective: 1 sequence"]),
+        ((1, 1, 1), "auto", 1, None, ["none (", "otherwise: selective: 1 sequence, full: 1 sequence"]),
+        ((0, 0, 1), "auto", 1, "full", ["that fits"]),
+        ((8, 8, 8), 8, 8, None, ["8 sequences (as configured)", "none ("]),
+        ((4, 7, 8), 8, 8, "full", ["as configured", "full ("]),
+        ((4, 4, 4), 8, 8, "full", ["as configured", "full; the largest"]),  # the first step will halve it
     ],
 )
 def test_on_one_gpu_as_little_is_recomputed_as_leaves_room_for_4096_tokens(
-    fits: tuple[int, int, int], asked: int | str, size: int, recomputed: str | None, said: str, tmp_path: Path
+    fits: tuple[int, int, int], asked: int | str, size: int, recomputed: str | None, said: list[str], tmp_path: Path
 ) -> None:
     """By what would fit; tests/train/test_gpu.py has a real one."""
     rooms = dict(zip((None, "selective", "full"), fits, strict=True))
     executor = FakeExecutor(1 << 30, lambda kind, n: MemoryUse(0, (1 << 30) + (n > rooms[kind])))
     config = load_config(RunConfig, ["mpt-7b", f"device_train_microbatch_size={asked}", "data=x"])
-    why = choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
+    decisions = " ".join(choose_microbatch(config, executor, tmp_path))  # type: ignore[arg-type]
     assert (executor.microbatch, executor.recompute) == (size, recomputed)
-    assert said in why
+    assert all(text in decisions for text in said), decisions
 
 
-def test_a_model_that_does_not_fit_at_all_is_refused_with_what_is_left_to_try(tmp_path: Path) -> None:
-    for asked, advice in (("auto", "use a shorter"), ("none", "use activation_checkpointing=true, a shorter")):
-        config = load_config(RunConfig, ["mpt-30b", f"activation_checkpointing={asked}", "data=x"])
-        with pytest.raises(ConfigError, match=advice):
-            choose_microbatch(config, FakeExecutor(1, lambda kind, n: MemoryUse(2, 2)), tmp_path)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("arguments", "gibibytes", "said"),
+    [
+        ("llama-8b", 80, "not even one sequence of 8,192 tokens fits: about 140.3 GiB (weights 29.9, gradients 29.9, "),
+        ("llama-8b", 80, "of 80.0 GiB; use 4 such GPUs (parallel.shard=4), or a smaller model"),
+        ("llama-8b", 134, "use max_seq_len=4096, or 2 such GPUs (parallel.shard=2), or a smaller model"),
+        (
+            "mpt-7b max_seq_len=16384 activation_checkpointing=none",
+            134,
+            "use activation_checkpointing=full, or max_seq",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_its_numbers_and_what_would_fit(
+    arguments: str, gibibytes: int, said: str, tmp_path: Path
+) -> None:
+    config = load_config(RunConfig, [*arguments.split(), "data=x"])
+    executor = FakeExecutor(gibibytes << 30, lambda kind, n: MemoryUse(0, 200 << 30))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "recomputed", "holds"), [(1000, None, True), (160, None, False), (105, "full", False)]
+)
+def test_weights_are_held_before_more_is_kept_for_the_backward_pass_only_if_they_fit(
+    limit: int, recomputed: str | None, holds: bool, tmp_path: Path
+) -> None:
+    """100 are always needed, 60 by held weights, 20 for each sequence that recomputes nothing."""
+
+    def use(kind: str | None, n: int) -> MemoryUse:
+        kept = 100 + 60 * executor.holds_weights
+        return MemoryUse(kept, kept + n * {None: 20, "selective": 10, "full": 1}[kind])
+
+    executor = FakeExecutor(limit, use)
+    executor.hold_choices = {True: "weights gathered once per step", False: "weights gathered for each pass"}
+    config = load_config(RunConfig, ["mpt-7b", "data=x"])
+    decisions = choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
+    assert (executor.recompute, executor.holds_weights) == (recomputed, holds)
+    assert f"activation checkpointing: {recomputed or 'none'}, {executor.hold_choices[holds]} (" in decisions[1]
 
 
 def search(peaks: Callable[[int], int], kept: int, limit: int, sizes: list[int]) -> tuple[int, list[int]]:

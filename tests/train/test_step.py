@@ -258,7 +258,9 @@ def test_clipping_that_runs_out_of_memory_is_tried_again_and_then_says_where(
     if failures == 1:
         assert float(step.executor.clip_gradients(1.0)) > 0
     else:
-        with pytest.raises(OutOfMemory, match="out of memory while clipping the gradients of batch 7 with microbatches"):
+        with pytest.raises(
+            OutOfMemory, match="out of memory while clipping the gradients of batch 7 with microbatches"
+        ):
             step.executor.clip_gradients(1.0)
 
 

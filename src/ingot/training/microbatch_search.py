@@ -44,10 +44,10 @@ class MemoryPlan(NamedTuple):
         executor.hold_weights(self.holds_weights)
 
 
-def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh: bool = False) -> str:
-    """Set the executor's microbatch, what it recomputes, and whether it holds weights. Return why. The size divides the
-    largest part of the global batch that a rank has. What an earlier run left in the folder does not count for a fresh
-    one."""
+def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh: bool = False) -> list[str]:
+    """Set the executor's microbatch, what it recomputes, and whether it holds weights. Return the decisions with their
+    reasons. The size divides the largest part of the global batch that a rank has. What an earlier run left in the
+    folder does not count for a fresh one."""
     asked = config.device_train_microbatch_size
     too_large = None if fresh else read_oom_size(folder, executor)
     sizes, why = candidate_sizes(config, executor.layout, too_large)
@@ -59,7 +59,8 @@ def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh
     if limit is None or (asked != "auto" and len(plans) == 1):
         executor.microbatch = sizes[-1]
         MemoryPlan(plans[0].recompute, plans[0 if limit is not None else -1].holds_weights).apply(executor)
-        return why or f"largest divisor of the batch within {cap:,} tokens; more does not speed up a CPU"
+        why = why or f"largest divisor of {rank_batch(config, executor.layout)} within {cap:,} tokens, enough for a CPU"
+        return [f"microbatch: {_sequences(executor.microbatch)} ({why})"]
 
     def estimate(plan: MemoryPlan, size: int) -> float:
         shape = replace(StepShape.of(config), micro=size, recompute=plan.recompute, holds_weights=plan.holds_weights)
@@ -68,19 +69,57 @@ def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh
     search = MemorySearch(executor, sizes, limit, estimate)
     plan, size = search.run(plans, config.max_seq_len)
     if size == 0 and asked == "auto":
-        advice = "" if plan.recompute == "full" else "activation_checkpointing=true, "
-        raise ConfigError(
-            f"not even one sequence fits into the GPU's memory: use {advice}a shorter max_seq_len or a smaller model"
-        )
+        raise ConfigError(what_would_fit(config, executor.layout, limit))
     executor.microbatch = size or sizes[-1]  # a configured size that does not fit is for the first step to halve
     plan.apply(executor)
-    return "; ".join([why or search.reason(plan, size), *([search.comparison(plan)] if len(plans) > 1 else [])])
+    why = why or search.reason(plan, size, rank_batch(config, executor.layout))
+    return [f"microbatch: {_sequences(executor.microbatch)} ({why})", search.comparison(plan, size)]
+
+
+def what_would_fit(config: RunConfig, layout: Layout, limit: int) -> str:
+    """The error for a run of which not even one sequence fits: what it needs by the estimate, and what would fit."""
+
+    def needs(layout: Layout = layout, seq_len: int = config.max_seq_len, recompute: str | None = "full") -> float:
+        shape = replace(StepShape.of(config), seq_len=seq_len, micro=1, recompute=recompute)
+        return estimate_memory(config.model, layout, config.parallel, shape).total
+
+    kind = "full" if config.activation_checkpointing == "auto" else config.recompute
+    advice = []
+    if kind != "full" and needs() <= limit:
+        advice.append("activation_checkpointing=full")
+    lengths = (config.max_seq_len >> halving for halving in range(1, 8))
+    if (
+        length := next((n for n in lengths if n >= 128 and needs(seq_len=n, recompute=kind) <= limit), None)
+    ) is not None:
+        advice.append(f"max_seq_len={length}")
+    shards = (layout.shard << doubling for doubling in range(1, 11))
+    if (
+        shard := next((n for n in shards if needs(replace(layout, shard=n), recompute=kind) <= limit), None)
+    ) is not None:
+        count = layout.size // layout.shard * shard
+        advice.append(f"{count} such GPUs (parallel.shard={shard})")
+    parts = estimate_memory(
+        config.model, layout, config.parallel, replace(StepShape.of(config), micro=1, recompute=kind)
+    )
+    return (
+        f"not even one sequence of {config.max_seq_len:,} tokens fits: about {parts}, of {limit / 2**30:.1f} GiB; use "
+        f"{', or '.join([*advice, 'a smaller model'])}"
+    )
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence" + ("" if count == 1 else "s")
+
+
+def rank_batch(config: RunConfig, layout: Layout) -> int:
+    """The largest part of the global batch that a rank has."""
+    return -(-config.global_train_batch_size // layout.data)
 
 
 def candidate_sizes(config: RunConfig, layout: Layout, too_large: int | None) -> tuple[list[int], str]:
     """The sizes to choose from, ascending, and why if there is no choice."""
     asked = config.device_train_microbatch_size
-    batch = -(-config.global_train_batch_size // layout.data)
+    batch = rank_batch(config, layout)
     if asked == "auto" and layout.pipeline > 1:  # enough microbatches to keep every stage busy
         batch = max(1, batch // (2 * layout.pipeline))
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
@@ -169,20 +208,23 @@ class MemorySearch:
         (low, base), (high, top) = points[-2:]
         return top + max(0.0, (top - base) / (high - low)) * (size - high)
 
-    def reason(self, plan: MemoryPlan, size: int) -> str:
-        cap = f", capped at {GPU_TOKENS:,} tokens" if size == self.sizes[-1] else ""
+    def reason(self, plan: MemoryPlan, size: int, batch: int) -> str:
+        cap = f" within {GPU_TOKENS:,} tokens" if size == self.sizes[-1] else " that fits"
         how = "tested" if (plan, size) in self.measured else "computed from smaller ones tested"
-        peak = f"{self._line(plan, size) / 2**30:.1f} GiB with optimizer state"
-        return f"largest divisor of the global batch that fits{cap} ({how} before step 1: {peak})"
+        return f"largest divisor of {batch}{cap}; {how} before step 1"
 
-    def comparison(self, chosen: MemoryPlan) -> str:
-        """The plan next to those that leave less room."""
-        others = [f"{size} with {self._name(plan)}" for plan, size in self.largest.items() if plan != chosen]
-        return f"recomputed: {self._name(chosen)}" + (f" (the largest would be {', '.join(others)})" if others else "")
+    def comparison(self, chosen: MemoryPlan, size: int) -> str:
+        """The plan and its memory, next to the plans that leave less room."""
+        said = f"activation checkpointing: {self._name(chosen)}"
+        if size:
+            peak, limit = self._line(chosen, size) / 2**30, self.limit / 2**30
+            said += f" ({peak:.1f} of {limit:.1f} GiB with optimizer state)"
+        others = [f"{self._name(plan)}: {_sequences(n)}" for plan, n in self.largest.items() if plan != chosen]
+        return said + (f"; the largest microbatch otherwise: {', '.join(others)}" if others else "")
 
     def _name(self, plan: MemoryPlan) -> str:
         choices = self.executor.hold_choices
-        return (plan.recompute or "nothing") + (f" and {choices[plan.holds_weights]}" if len(choices) > 1 else "")
+        return (plan.recompute or "none") + (f", {choices[plan.holds_weights]}" if len(choices) > 1 else "")
 
 
 @contextmanager

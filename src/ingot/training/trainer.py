@@ -83,8 +83,9 @@ class Trainer:
             self.checkpointer.load_weights(config.load_path)
         executor.weights_changed()
         with recording_oom(self.run.folder, executor, "before the first step"):
-            why = choose_microbatch(config, executor, self.run.folder, fresh)
-        listener.note(f"microbatch {executor.microbatch} of a global batch of {config.global_train_batch_size}: {why}")
+            decisions = choose_microbatch(config, executor, self.run.folder, fresh)
+        for decision in decisions:
+            listener.note(decision)
         self.meter = StepMeter(config, executor, self.inputs.train, plan.compiled)
         cleanup.callback(self.meter.close)
         listener.note(f"peak {self.meter.peak / 1e12:.3g} TFLOP/s for utilization ({self.meter.peak_source})")
