@@ -33,7 +33,7 @@ from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
-from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel.build import BuildOptions, build_loss_model
 from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import local, local_offsets
 from ingot.parallel.rank_env import find_rank_env
@@ -62,7 +62,7 @@ class Bench:
         self.before_update: Callable[[], None] = lambda: None
         options = BuildOptions(self.device, "fp32", 256)
         if self.world is None:
-            self.model: Any = build_single(config.model, 0, options)[0]
+            self.model: Any = build_loss_model(config.model, 0, options)[0]
             names = {p: name for name, p in self.model.gpt.named_parameters()}
         else:
             from ingot.config.parallel import ParallelConfig

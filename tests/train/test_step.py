@@ -10,7 +10,7 @@ from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
-from ingot.parallel.build import BuildOptions, build_single
+from ingot.parallel.build import BuildOptions, build_loss_model
 from ingot.parallel.executors import single
 from ingot.parallel.executors.base import squared_norm
 from ingot.parallel.executors.device import peak_flops
@@ -42,7 +42,7 @@ def make_step(micro: int, **values: object) -> Step:
     model = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 24}
     base = {"model": model, "max_seq_len": 24, "data": "x", "global_train_batch_size": 8, "precision": "fp32"}
     config = validate(RunConfig, base | values)
-    model, _ = build_single(config.model, 1, BuildOptions(CPU, config.precision, config.max_seq_len))
+    model, _ = build_loss_model(config.model, 1, BuildOptions(CPU, config.precision, config.max_seq_len))
     executor = SingleProcess(model, config, CPU)
     executor.microbatch = micro
     executor.set_recompute(config.recompute)

@@ -39,7 +39,7 @@ class LossModel(nn.Module):
         return self.gpt.loss(tokens, labels, None, sequence_keys)
 
 
-def build_single(config: ModelConfig, seed: int, options: BuildOptions) -> tuple[LossModel, list[str]]:
+def build_loss_model(config: ModelConfig, seed: int, options: BuildOptions) -> tuple[LossModel, list[str]]:
     """The whole model on one process, with its initial weights, and notes for the user.
 
     It is not compiled yet: what it recomputes may depend on a trial (`compile_model`).

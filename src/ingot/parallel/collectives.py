@@ -1,7 +1,12 @@
-"""The differentiable collectives that we call ourselves: an all-gather whose backward pass is a reduce-scatter, the
-reverse, a sum whose backward pass is a sum, and nothing whose backward pass is a sum.
+"""Differentiable collectives.
 
-Not torch.distributed.nn.functional.all_gather: on gloo it returns wrong gradients when they are not row-major.
+    forward            backward
+    all_gather         reduce_scatter
+    reduce_scatter     all_gather
+    sum_over           all_reduce
+    shared             all_reduce        (forward: the identity)
+
+torch.distributed.nn.functional.all_gather is not used: on gloo it returns wrong gradients unless they are contiguous.
 """
 
 from typing import Any
@@ -17,12 +22,12 @@ _scatter = getattr(functional, "reduce_scatter_single_autograd", None) or functi
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all processes of a group, joined along a dimension."""
+    """The tensors of all ranks of a group, concatenated along a dimension."""
     return _gather(x.contiguous(), dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This process's part, along a dimension, of the sum of a tensor over a group."""
+    """This rank's part, along a dimension, of the sum of a tensor over a group."""
     return _scatter(x.contiguous(), "sum", dim, group)
 
 
@@ -32,12 +37,12 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, kind: str = "sum") -> Tensor
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a tensor over a group, where every process goes on to use it for a part of the loss of its own."""
+    """The sum of a tensor over a group, each of whose ranks then computes a different part of the loss from it."""
     return _Sum.apply(x, group)
 
 
 def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A tensor that all processes of a group have, each of which uses it for a part of the loss of its own."""
+    """A tensor that is equal on all ranks of a group, each of which computes a different part of the loss from it."""
     return _Shared.apply(x, group)
 
 

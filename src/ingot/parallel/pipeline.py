@@ -1,8 +1,8 @@
-"""Pipeline parallelism: ranges of layers on different processes, driven by torch's own schedules.
+"""Pipeline parallelism: ranges of layers on different ranks, run by torch's schedules.
 
-A stage is a GPT with only some of its parts left. Its output is hidden states, or at the last stage the loss, so that
-the head and its loss run inside the sharded module like everything else. Tied embeddings are two copies, at the first
-and the last stage, whose gradients are added before every step; their updates are then the same.
+A stage is a GPT with some of its layers. It returns hidden states, or at the last stage the loss, so that the head and
+its loss run inside the FSDP2 module like all other layers. A tied embedding has two copies, on the first and the last
+stage, whose gradients are added before each update, so both copies stay equal.
 """
 
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 def stages_of(schedule: str, stage_rank: int, ranks: int) -> list[int]:
-    """The stages that a process holds: one, two a round apart, or two of a V."""
+    """The stages of a rank: one, or two (interleaved: s and s + ranks; zero bubble: s and its mirror image)."""
     if schedule == "zero_bubble":
         return [stage_rank, 2 * ranks - 1 - stage_rank]
     return [stage_rank + ranks * round_ for round_ in range(STAGES_PER_RANK[schedule])]
@@ -77,7 +77,7 @@ class _TorchStage(pipelining.PipelineStage):
 
 
 class Pipeline:
-    """The stages of this process and the schedules that run them."""
+    """The stages of this rank and the schedules that run them."""
 
     def __init__(self, stages: list[PipelineStage], schedule: str, mesh: ParallelMesh, cut: SequenceCut | None):
         self.stages, self.schedule, self.mesh, self.cut = stages, schedule, mesh, cut
@@ -93,7 +93,7 @@ class Pipeline:
         return max(-(-at_least // ranks) * ranks, self.count)
 
     def forget_shapes(self) -> None:
-        """Let go of what was made for batches that do not come again."""
+        """Drop the schedules of microbatch sizes that were only probed."""
         self._schedules.clear()
 
     def accumulate(
@@ -117,10 +117,10 @@ class Pipeline:
         return total + torch.stack([loss.detach() for loss in losses]).sum() if losses else total
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of a batch, zero but at the last stage.
+        """The summed loss of a batch, zero except at the last stage.
 
-        Stage after stage, not by the schedule, whose backward passes cannot all be left out; while a late stage works
-        on a batch, the early ones go on to the next.
+        Stage by stage, since not all schedules can leave out the backward passes. Early stages start on the next batch
+        while late stages work on this one.
         """
         tokens, labels = self._take(tokens), self._take(labels)
         x, loss = tokens, torch.zeros((), device=self.mesh.device)
@@ -141,12 +141,12 @@ class Pipeline:
         return loss
 
     def stage_rank_of(self, index: int) -> int:
-        """The position along the pipeline axis that holds a stage."""
+        """The pipeline rank that holds a stage."""
         ranks = range(self.mesh.layout.pipeline)
         return next(r for r in ranks if index in stages_of(self.schedule, r, len(ranks)))
 
     def _rank_of(self, index: int) -> int:
-        """The process that holds a stage of this process's own pipeline."""
+        """The global rank that holds a stage of this rank's own pipeline."""
         width = self.mesh.leader_of_stage(1)
         return self.mesh.leader_of_stage(self.stage_rank_of(index)) + dist.get_rank() % width
 
@@ -172,15 +172,15 @@ class Pipeline:
 
     @property
     def tied_copies(self) -> list[Tensor]:
-        """The embeddings of this process that have a twin at the other end of the pipeline, first stage first."""
+        """This rank's copies of a tied embedding, the first stage's first."""
         ends = [s for s in self.stages if s.first or s.last]
         tied = ends and ends[0].gpt.config.tie_word_embeddings
         return [s.gpt.wte.weight for s in sorted(ends, key=lambda s: s.index)] if tied else []
 
     def _make_tied_group(self) -> dist.ProcessGroup | None:
-        """The two processes that hold the embedding; every process must take part in making every group."""
+        """The group of the two ranks that hold the embedding. All ranks must create all groups."""
         if self.schedule == "zero_bubble":
-            return None  # both ends of the V are on one process
+            return None  # one rank has both the first and the last stage
         width = self.mesh.leader_of_stage(1)
         last = self.mesh.leader_of_stage(self.mesh.layout.pipeline - 1)
         groups = [dist.new_group([column, last + column]) for column in range(width)]

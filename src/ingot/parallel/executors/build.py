@@ -6,8 +6,7 @@ import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel import build
-from ingot.parallel.build import BuildOptions
+from ingot.parallel.build import BuildOptions, build_loss_model
 from ingot.parallel.executors.base import Messages
 from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.layout import Layout
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def build_single(config: RunConfig, device: torch.device, compiled: bool, messages: Messages) -> SingleProcess:
     """The whole model with its initial weights, and the kernels that suit the device."""
     options = BuildOptions(device, config.precision, config.max_seq_len)
-    model, notes = build.build_single(config.model, config.seed, options)
+    model, notes = build_loss_model(config.model, config.seed, options)
     for note in notes:
         messages.note(note)
     return SingleProcess(model, config, device, compiled, messages)

@@ -1,9 +1,8 @@
-"""How long this process stood still waiting for messages of others.
+"""How long this rank waited for communication.
 
-The steps of all processes take equally long, since each waits for the slowest; what tells them apart is the time that
-they do not wait. Communication that runs while the device computes costs nothing and is not counted, nor is what a
-compiled block sends by itself. On a GPU the waits are those of the stream that computes, timed by events on it: nothing
-is synchronised, so a profiler, which would cost more than it shows, is not needed.
+All ranks take the same time per step, since each waits for the slowest. Step time minus waiting time identifies the
+slow rank. Communication that overlaps with compute is not counted, nor are collectives inside compiled code. On a GPU,
+CUDA events around the waits of the compute stream measure them, without synchronization.
 """
 
 import time
@@ -15,12 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-# every wait of ours and of torch's own parallelism goes through one of these
-_PLACES: list[tuple[Any, str]] = [(dist.Work, "wait"), (functional, "wait_tensor"), (torch.cuda.Stream, "wait_event")]
+# every wait, ours and that of torch's parallelism, goes through one of these functions
+_FUNCTIONS: list[tuple[Any, str]] = [
+    (dist.Work, "wait"),
+    (functional, "wait_tensor"),
+    (torch.cuda.Stream, "wait_event"),
+]
 
 
 class CommTimer:
-    """Runs between `start` and `stop`; `seconds` is what it has counted since it was started last."""
+    """Measures between `start` and `stop`; `seconds` is the waiting time since the last `start`."""
 
     def __init__(self, device: torch.device):
         self.gpu = device.type == "cuda"
@@ -32,18 +35,18 @@ class CommTimer:
         self._waits.clear()
         self._events.clear()
         if not self._plain:
-            self._plain = [getattr(owner, name) for owner, name in _PLACES]
-            for (owner, name), plain in zip(_PLACES, self._plain, strict=True):
+            self._plain = [getattr(owner, name) for owner, name in _FUNCTIONS]
+            for (owner, name), plain in zip(_FUNCTIONS, self._plain, strict=True):
                 setattr(owner, name, self._timed(plain))
 
     def stop(self) -> None:
-        for (owner, name), plain in zip(_PLACES, self._plain, strict=False):
+        for (owner, name), plain in zip(_FUNCTIONS, self._plain, strict=False):
             setattr(owner, name, plain)
         self._plain = []
 
     @property
     def seconds(self) -> float:
-        """Waits for the device if it has not come to the end of the last wait; ask where the loop waits anyway."""
+        """Synchronizes with the last wait, so read it where the loop synchronizes anyway."""
         if self._events:
             self._events[-1][1].synchronize()
         return sum(self._waits) + sum(a.elapsed_time(b) for a, b in self._events) / 1000
@@ -61,7 +64,7 @@ class CommTimer:
         def on_gpu(*args: Any, **kwargs: Any) -> Any:
             stream = torch.cuda.current_stream()
             if stream != torch.cuda.default_stream() or (isinstance(args[0], torch.cuda.Stream) and args[0] != stream):
-                return plain(*args, **kwargs)  # a stream of messages waits for another: nobody stands still
+                return plain(*args, **kwargs)  # a communication stream waits for another: compute goes on
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
             result = plain(*args, **kwargs)

@@ -153,7 +153,7 @@ class Distributed:
         return self.mesh.sum(share, self._counts_loss)
 
     def sum_data(self, value: Tensor) -> Tensor:
-        return self.mesh.sum(value, self.mesh.speaks_for_data)
+        return self.mesh.sum(value, self.mesh.is_first_of_data_rank)
 
     def all_gather(self, values: list[float]) -> list[list[float]]:
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
