@@ -1,7 +1,7 @@
 """Where a GPU waits for the host: a step whose kernels are launched one by one, and the same as a CUDA graph.
 
     python benchmarks/cuda_graphs.py DATA pythia-14m:4 mpt-125m:4 --out benchmarks/results/cuda_graphs.json
-    python benchmarks/cuda_graphs.py benchmarks/results/cuda_graphs.json --docs docs/performance.md
+    python benchmarks/cuda_graphs.py benchmarks/results/cuda_graphs.json     print the results
 
 Each argument is a recipe and a microbatch; a step has 8 of them; `key=value` overrides may follow. The last column is
 what `cuda_graphs: auto` does.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from gpu import IngotStep, clean, cut, read_batches, step_times, write
-from gpu_profile import run_header, show
+from gpu_profile import run_header
 
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
@@ -30,11 +30,10 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="a prepared folder; or results of before, to print as a table")
     parser.add_argument("models", nargs="*", metavar="RECIPE:MICROBATCH or key=value")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--docs", type=Path, help="with results of before: write the table into this page")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
     if arguments.data.suffix == ".json":
-        show(table(json.loads(arguments.data.read_text())["rows"]), arguments.docs, "cuda graphs")
+        print(table(json.loads(arguments.data.read_text())["rows"]))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {**run_header(device), "rows": []}

@@ -1,11 +1,11 @@
 """How fast text becomes shards and shards become batches: ingot and its peers, side by side on one machine.
 
     python benchmarks/data.py --text FILE [FILE ...] --tokenizer TOKENIZER.json --corpus DIR --peers-env DIR
-        [--sections prepare prepare-peers loading loading-peers streaming] [--readme]
+        [--sections prepare prepare-peers loading loading-peers streaming]
 
 Each section takes a few minutes and replaces its own part of benchmarks/results/data.json, so they can be run one by
 one. The peers that a package registry has are installed into environments below --peers-env, never into ours; the
-others stand as a faithful loop of their code, and say so. --readme writes the table between its marks in README.md.
+others are timed by a faithful loop of their code, and their rows say so. docs/performance.md shows the results.
 
 prepare: the corpus is made of the sentences of the given texts (jsonl with `text`, or txt), shuffled into documents of
 C4-like lengths; a word in forty sentences out of a hundred is replaced by a made-up one, so that the tail of rare
@@ -296,7 +296,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each loading measurement")
     parser.add_argument("--peers-env", type=Path, help="folder for the peers' environments, made when needed")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "data.json")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
     options = parser.parse_args()
     result = json.loads(options.json.read_text()) if options.json.exists() else {"sections": {}}
     for name in options.sections:
@@ -313,13 +312,7 @@ def main() -> None:
         result["targets"] = targets(result["sections"])
         options.json.parent.mkdir(exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    print(text)
-    if options.readme:
-        path = HERE.parent / "README.md"
-        before, mark, rest = path.read_text(encoding="utf-8").partition("<!-- data benchmark -->\n")
-        after = rest.partition("<!-- end of data benchmark -->")[2]
-        path.write_text(f"{before}{mark}{text}\n<!-- end of data benchmark -->{after}", encoding="utf-8")
+    print(table(result))
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@
     python benchmarks/gpu.py DATA --models 125m 1b --profile --out ...       and where the time of a step goes
     python benchmarks/gpu.py DATA --models 125m 1b --train --out ...         the same through `ingot train`
     python benchmarks/gpu.py DATA --models 1b --budgets 1 0.5 0 --out ...    memory against speed
-    python benchmarks/gpu.py benchmarks/results/gpu.json                     the table of the README
-    python benchmarks/gpu.py benchmarks/results/gpu.json --docs docs/performance.md      and those of that page
+    python benchmarks/gpu.py benchmarks/results/gpu.json                     print the results as tables
 
 Each call adds to the file of results, so the whole may be measured in parts; a reference that is in the file is not
 trained again for the same batches.
@@ -16,7 +15,7 @@ microbatches), not of a loop of their own. A row counts only if the loss after 2
 trains in fp32 (whose matrix products are in TF32 on a GPU, since true fp32 ones would take minutes). These steps
 have the learning rates of the recipe's warmup, less by the square root of the part of its global batch that they train
 on: at the recipe's peak, meant for up to 500 times the sequences, the first step takes 7b from a loss of 11.5 to 30,
-and bf16 ends 5% from fp32. docs/performance.md has what other rates gave.
+and bf16 ends 5% from fp32. docs/explanation/gpu-step.md has what other rates gave.
 
 `mfu_full` is tokens per second x (6 N + 12 L d S) / peak, `mfu_causal` counts half of the attention, as it is computed;
 both by the peak of bf16, also for fp8. Our ALiBi kernel skips what it proves negligible, yet the formulas count it, as
@@ -43,7 +42,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch
 from gpu_peers import PEERS, PeerStep, build_peer
-from gpu_profile import event_times, profile_step, run_header, write_docs
+from gpu_profile import event_times, profile_step, run_header, tables
 from gpu_train import run_train
 
 from ingot.config.durations import BatchClock
@@ -96,16 +95,12 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also ingot's time of a step by kind of kernel")
     parser.add_argument("--budgets", nargs="+", type=float, help="no rows, but memory and speed of activation budgets")
     parser.add_argument("--train", action="store_true", help="no rows, but the speed and start of `ingot train`")
-    parser.add_argument("--docs", type=Path, help="with results of before: write their tables into this page")
     parser.add_argument("--curve", type=int, default=0, help="train 125m in bf16 and fp8 for so many steps and compare")
     parser.add_argument("--out", type=Path, help="a JSON file; rows that it has of other variants are kept")
     arguments = parser.parse_args()
     if arguments.data.suffix == ".json":
         found = json.loads(arguments.data.read_text())
-        if arguments.docs is None:
-            print(table(found))
-        else:
-            write_docs(found, arguments.docs)
+        print(table(found), *tables(found), sep="\n\n")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {}
@@ -134,7 +129,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows as the README prints them."""
+    """The rows as a Markdown table."""
     lines = ["| model | positions | precision | system | tokens/s | MFU | MFU, causal | GiB | loss, against fp32 |",
              "|---|---|---|---|---:|---:|---:|---:|---:|"]  # fmt: skip
     sizes = list(SIZES)

@@ -1,7 +1,7 @@
-"""The kernels of a training step alone, in the shapes of our models, each beside what it replaces and beside a limit.
+"""The kernels of a training step alone, in the shapes of our models, each next to what it replaces and to a limit.
 
     python benchmarks/gpu_kernels.py --out benchmarks/results/gpu_kernels.json
-    python benchmarks/gpu_kernels.py benchmarks/results/gpu_kernels.json --docs docs/performance.md     its table there
+    python benchmarks/gpu_kernels.py benchmarks/results/gpu_kernels.json     print the results
 
 Every kernel is timed forward and backward, with the gradients of its biases. The peer is the same mathematics as
 torch.compile makes it (for attention torch's own kernel, without ALiBi). The limit is a copy for kernels that move
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu import SIZES
-from gpu_profile import event_times, run_header, show
+from gpu_profile import event_times, run_header
 from torch import Tensor, nn
 
 from ingot.config.load import load_config
@@ -35,14 +35,13 @@ MODELS = [name for name in SIZES if name != "tiny"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("found", nargs="?", type=Path, help="results of before, to write into a page")
+    parser.add_argument("found", nargs="?", type=Path, help="results of before, to print as a table")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--out", type=Path, help="a JSON file")
-    parser.add_argument("--docs", type=Path, help="with results of before: the page")
     arguments = parser.parse_args()
     if arguments.found is not None:
         found = json.loads(arguments.found.read_text())
-        show(table(found["rows"]), arguments.docs, "kernels")
+        print(table(found["rows"]))
         return
     if not torch.cuda.is_available():
         sys.exit("these kernels need a GPU, and torch finds none")

@@ -1,7 +1,7 @@
 """How far bf16 and fp8 part from fp32 where that is hardest: at the recipe's highest learning rate from the first step.
 
     python benchmarks/gpu_losses.py DATA --models 7b --seeds 17 18 19 --out benchmarks/results/gpu_losses.json
-    python benchmarks/gpu_losses.py benchmarks/results/gpu_losses.json --docs docs/performance.md
+    python benchmarks/gpu_losses.py benchmarks/results/gpu_losses.json     print the results
 
 benchmarks/gpu.py checks a row under the learning rates of the recipe's warmup. Here the same 20 steps have the highest
 rate, meant for hundreds of times the sequences, so that the loss jumps and rounding grows. What grows is then a matter
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from gpu import CHECKED, SIZES, build, clean, cut, learn, read_batches, run_config, train_reference, write
 from gpu_peers import PeerStep, build_peer
-from gpu_profile import run_header, show
+from gpu_profile import run_header
 
 from ingot.config.run import RunConfig
 from ingot.model.init import build_model
@@ -33,11 +33,10 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--precisions", nargs="+", default=["bf16"], choices=["bf16", "fp8"], help="of ingot")
     parser.add_argument("--seeds", nargs="+", type=int, default=[17], help="of initial weights and order of samples")
-    parser.add_argument("--docs", type=Path, help="with results of before: write the table into this page")
     parser.add_argument("--out", type=Path, help="a JSON file; rows that it has of other runs are kept")
     arguments = parser.parse_args()
     if arguments.data.suffix == ".json":
-        show(table(json.loads(arguments.data.read_text())["rows"]), arguments.docs, "losses")
+        print(table(json.loads(arguments.data.read_text())["rows"]))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, Any] = {"rows": []}

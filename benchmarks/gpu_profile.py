@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by kind of kernel, and the tables of docs/performance.md."""
+"""Where the time of a training step goes, by kind of kernel."""
 
 import json
 import re
@@ -82,10 +82,10 @@ def event_times(run: Callable[[], Any], count: int) -> list[float]:
     return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
 
 
-def write_docs(found: dict[str, Any], page: Path) -> None:
-    """Put the tables of the results between their marks."""
-    for name, rows in (("profile", _profile(found.get("profile", []))), ("budget", _budgets(found.get("budget", [])))):
-        put_table(page, name, "".join(f"| {' | '.join(row)} |\n" for row in rows) or "Not measured yet.\n")
+def tables(found: dict[str, Any]) -> list[str]:
+    """The profile and the budgets of the results as Markdown."""
+    parts = _profile(found.get("profile", [])), _budgets(found.get("budget", []))
+    return ["\n".join(f"| {' | '.join(row)} |" for row in rows) for rows in parts if rows]
 
 
 def run_header(device: torch.device, before: str = "") -> dict[str, Any]:
@@ -96,16 +96,6 @@ def run_header(device: torch.device, before: str = "") -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }
-
-
-def show(table: str, page: Path | None, name: str) -> None:
-    """Print a table, or put it between the marks of its name on a page."""
-    print(table) if page is None else put_table(page, name, table + "\n")
-
-
-def put_table(page: Path, name: str, table: str) -> None:
-    marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-    page.write_text(marks.sub(lambda _: table, page.read_text()))
 
 
 def _profile(rows: list[dict[str, Any]]) -> list[list[str]]:

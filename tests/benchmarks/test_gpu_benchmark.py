@@ -77,17 +77,16 @@ def test_a_reference_is_trained_once_and_a_row_that_misses_it_is_refused(
     assert run(*arguments) == 0
 
 
-def test_the_readme_prints_the_measured_rows() -> None:
+def test_results_are_printed_as_tables() -> None:
     command = [sys.executable, "benchmarks/gpu.py", "benchmarks/results/gpu.json"]
-    table = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True).stdout
-    assert table.strip() in (ROOT / "README.md").read_text()
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True).stdout
+    assert printed.count("| 7b | learned | fp8 | ingot | 20,793 |") == 1 and "| matrix products | " in printed
 
 
-def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the_page(
-    data: Path, tmp_path: Path, run: Run
+def test_profile_budgets_and_optimizers_are_added_to_the_same_results(
+    data: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, page = tmp_path / "gpu.json", tmp_path / "page.md"
-    page.write_text("# A\n<!-- profile -->\nold\n<!-- /profile -->\nB\n<!-- budget -->\n<!-- /budget -->\nC\n")
+    out = tmp_path / "gpu.json"
     tiny = ["gpu.py", data, "--models", "tiny", "--out", out, "--positions", "learned", "--systems", "ingot"]
     for more in (["--profile"], ["--budgets", 1, 0.5], ["--optimizers", "muon"], ["--train"]):
         assert run(*tiny, "--steps", 1, *more) == 0
@@ -95,15 +94,16 @@ def test_profile_budgets_and_optimizers_are_added_to_the_same_results_and_to_the
     assert [row.get("optimizer") for row in found["rows"]] == [None, "muon"] and found["command"].count("gpu.py") == 4
     assert found["train"][0]["tokens_per_second"] > 0 and found["train"][0]["seconds_to_first_step"] > 0
     assert [row["budget"] for row in found["budget"]] == [0.5, 1.0] and "idle" in found["profile"][0]["milliseconds"]
-    assert run("gpu.py", out, "--docs", page) == 0
-    text = page.read_text()
-    assert "old" not in text and "| matrix products | " in text and "| tiny | 2 | 0.5 | " in text
-    assert text.startswith("# A\n") and "\nB\n" in text and text.endswith("\nC\n")
+    capsys.readouterr()
+    assert run("gpu.py", out) == 0
+    text = capsys.readouterr().out
+    assert "| matrix products | " in text and "| tiny | 2 | 0.5 | " in text
 
 
-def test_losses_at_the_highest_rate_stand_beside_fp32_and_a_peer(data: Path, tmp_path: Path, run: Run) -> None:
-    out, page = tmp_path / "losses.json", tmp_path / "page.md"
-    page.write_text("A\n<!-- losses -->\nold\n<!-- /losses -->\nB\n")
+def test_losses_at_the_highest_rate_are_compared_with_fp32_and_a_peer(
+    data: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "losses.json"
     for seed in (17, 18):
         assert run("gpu_losses.py", data, "--models", "tiny", "--seeds", seed, "--out", out) == 0
     found = json.loads(out.read_text())
@@ -118,12 +118,15 @@ def test_losses_at_the_highest_rate_stand_beside_fp32_and_a_peer(data: Path, tmp
         assert peer["losses"] == pytest.approx(reference["losses"], rel=0.01)
         assert narrow["losses"] == pytest.approx(reference["losses"], rel=0.01) and narrow["losses"] != peer["losses"]
     assert rows[0]["losses"] != rows[4]["losses"]
-    assert run("gpu_losses.py", out, "--docs", page) == 0
-    assert "old" not in page.read_text() and page.read_text().count("| tiny | 1") == 6
+    capsys.readouterr()
+    assert run("gpu_losses.py", out) == 0
+    assert capsys.readouterr().out.count("| tiny | 1") == 6
 
 
-def test_launches_are_measured_and_put_into_the_page(data: Path, tmp_path: Path, run: Run) -> None:
-    out, page = tmp_path / "graphs.json", tmp_path / "page.md"
+def test_launches_are_measured_and_printed(
+    data: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "graphs.json"
     tiny = ["model.d_model=64", "model.n_heads=2", "model.n_layers=2", "model.vocab_size=512", "max_seq_len=32"]
     assert run("cuda_graphs.py", data, "pythia-14m:2", *tiny, "--steps", 1, "--out", out) == 0
     found = json.loads(out.read_text())
@@ -132,19 +135,17 @@ def test_launches_are_measured_and_put_into_the_page(data: Path, tmp_path: Path,
     out.write_text(
         json.dumps(found | {"rows": [row | {"launched": 1000, "graph": 2500, "chosen": "CUDA graphs: on (...)"}]})
     )
-    page.write_text("A\n<!-- cuda graphs -->\nold\n<!-- /cuda graphs -->\nB\n")
-    assert run("cuda_graphs.py", out, "--docs", page) == 0
-    assert "| pythia-14m | 2 | 1,000 | 2,500 | 2.50 x | CUDA graph |\n<!-- /cuda graphs -->\nB" in page.read_text()
+    assert run("cuda_graphs.py", out) == 0
+    assert "| pythia-14m | 2 | 1,000 | 2,500 | 2.50 x | CUDA graph |" in capsys.readouterr().out
 
 
-def test_times_of_kernels_go_into_the_page_and_want_a_gpu(tmp_path: Path, run: Run) -> None:
-    out, page = tmp_path / "a.json", tmp_path / "page.md"
+def test_times_of_kernels_are_printed_and_need_a_gpu(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
     row = {"model": "1b", "kernel": "norm", "ms": 1.234, "peer_ms": 2.0, "of_limit": 0.9}
     out.write_text(json.dumps({"rows": [row, row | {"kernel": "attention", "peer_ms": None}]}))
-    page.write_text("A\n<!-- kernels -->\nold\n<!-- /kernels -->\nB\n")
-    assert run("gpu_kernels.py", out, "--docs", page) == 0
-    text = page.read_text()
-    assert "| 1b | norm | 1.23 | 2.00 | 90% |\n| 1b | attention | 1.23 |  | 90% |\n<!-- /kernels -->\nB\n" in text
-    assert text.startswith("A\n<!-- kernels -->\n| model |") and "old" not in text
+    assert run("gpu_kernels.py", out) == 0
+    assert "| 1b | norm | 1.23 | 2.00 | 90% |\n| 1b | attention | 1.23 |  | 90% |\n" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert "need a GPU" in str(run("gpu_kernels.py"))
