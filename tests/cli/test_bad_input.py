@@ -66,6 +66,11 @@ def test_a_name_that_leads_out_of_runs_is_refused(
     assert [path.name for path in tmp_path.rglob("*")] == ["here"]
 
 
+def test_a_v0_1_name_with_a_slash_is_refused_with_the_settings_that_continue_the_run(ingot_here: Ingot) -> None:
+    message = refused(ingot_here, "train", *TINY, "data=data", "name=group/first")
+    assert "to continue a v0.1 run of this name, set name=group-first save_folder=runs/group/first" in message
+
+
 def test_an_empty_data_folder_is_refused(ingot_here: Ingot, tmp_path: Path) -> None:
     (tmp_path / "empty" / "train").mkdir(parents=True)
     message = refused(ingot_here, "train", *TINY, "data.train.path=empty", "data.train.split=train", "save_folder=run")

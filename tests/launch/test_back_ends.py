@@ -60,7 +60,7 @@ def test_a_run_on_kubernetes_is_asked_about_ended_and_launched_again(
         assert "state: starting" in said and f"job {job.id}: RUNNING" in said
     assert called(kubectl) == ["--namespace", "team", "get", "jobset", job.id, "--ignore-not-found", "--output=json"]
     again = ingot("launch", "resume", str(run), check=False)
-    assert again.returncode == 2 and "has a job already" in again.stderr
+    assert again.returncode == 2 and "already has a job" in again.stderr
 
     assert "asked" in ingot("stop", str(run)).stdout and (run / "STOP").exists()
     assert "delete" not in kubectl.read_text()
@@ -139,7 +139,7 @@ def test_a_local_run_is_stopped_now_and_launched_again(
     finally:
         launcher.kill()
         launcher.wait()
-    assert ingot("stop", "--now", str(run)).stdout.strip().endswith("no job of it is left")
+    assert ingot("stop", "--now", str(run)).stdout.strip().endswith("it has no job that could be ended")
     spec = read_spec(run / "launch" / "spec.json")
     path = run / "launch" / "spec.json"
     more = f"max_duration={newest_checkpoint(run) + 3}ba"
@@ -160,7 +160,7 @@ def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
     assert "state: unknown" in ingot("status", str(run)).stdout
     assert "does not answer, so job 42 was not ended" in ingot("stop", "--now", str(run)).stdout
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
-    assert refused.returncode == 2 and "nobody can be asked" in refused.stderr
+    assert refused.returncode == 2 and "cannot tell whether a job" in refused.stderr
     assert not calls["sbatch"].exists() and not calls["scancel"].exists()
     forgotten = "sys.exit('slurm_load_jobs error: Invalid job id specified')"
     put_on_path(monkeypatch, tmp_path / "bin", "squeue", forgotten)
@@ -179,7 +179,7 @@ def test_a_job_that_has_not_ended_for_good_keeps_the_run_folder(
     put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42 {state}')")
     calls = put_on_path(monkeypatch, tmp_path / "bin", "sbatch", "print(43)")
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
-    assert refused.returncode == 2 and f"has a job already: 42 is {state}" in refused.stderr
+    assert refused.returncode == 2 and f"already has a job: 42 is {state}" in refused.stderr
     assert not calls.exists()
     assert "state: queued" in ingot("status", str(run)).stdout
 

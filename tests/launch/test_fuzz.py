@@ -171,7 +171,7 @@ def shellcheck(*files: Path) -> str:
 
 def test_shellcheck_finds_nothing_in_the_packaged_scripts() -> None:
     files = sorted(Path(str(resources.files("ingot.launch.slurm"))).glob("*.sh"))
-    assert [path.name for path in files] == ["common.sh", "job.sh", "prepare_array.sh"]
+    assert [path.name for path in files] == ["common.sh", "job.sh", "prepare_array.sh", "stage_image.sh"]
     assert shellcheck(*files) == ""
 
 

@@ -11,6 +11,7 @@ from ingot.cli.options import options_from
 from ingot.cli.prepare_options import PeerOptions, PrepareRequest, read_request
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.prepare import prepare as run
+from ingot.plurals import count_of
 
 NO_TOKENS = "no tokenizer was given, so the shards hold text; to train on them, prepare again with --tokenizer"
 # Options of the peers that take several values after one name.
@@ -100,7 +101,7 @@ def prepare(**options: Any) -> None:
             where = made.folder if len(report.splits) == 1 else f"{made.folder} ({which})"
             if split.share:
                 share = "{}/{}".format(*split.share)
-                counts = f"{_count(made.documents, 'document')}, {_count(made.bytes, 'byte')} of text"
+                counts = f"{count_of(made.documents, 'document')}, {count_of(made.bytes, 'byte')} of text"
                 print(f"{where}: share {share} is done: {counts}")
             else:
                 _print_summary(where, made, report.seconds)
@@ -123,12 +124,12 @@ def read_arguments(arguments: list[str]) -> PrepareRequest:
 def _print_summary(where: str, split: Any, seconds: float) -> None:
     seconds = seconds or 1e-9
     about = "about " if split.is_estimate else ""
-    counts = f"{about}{_count(split.documents, 'document')}, {about}{_count(split.bytes, 'byte')} of text"
-    tokens = _count(split.tokens, "token") + (f", {_count(split.samples, 'sample')}" if split.samples else "")
+    counts = f"{about}{count_of(split.documents, 'document')}, {about}{count_of(split.bytes, 'byte')} of text"
+    tokens = count_of(split.tokens, "token") + (f", {count_of(split.samples, 'sample')}" if split.samples else "")
     rates = f"{seconds:.1f} s, {split.documents / seconds:,.0f} docs/s, {split.bytes / seconds / 1e6:.1f} MB/s"
-    print(f"{where}: {counts}, {tokens} in {_count(split.shards, 'shard')}; {rates}")
+    print(f"{where}: {counts}, {tokens} in {count_of(split.shards, 'shard')}; {rates}")
     if split.skipped or split.empty:
-        print(f"skipped: {_count(split.skipped, 'bad record')}, {_count(split.empty, 'empty document')}")
+        print(f"skipped: {count_of(split.skipped, 'bad record')}, {count_of(split.empty, 'empty document')}")
         for line in split.bad_records:
             print(f"  {line}")
     if any(split.histogram):
@@ -140,7 +141,3 @@ def _print_summary(where: str, split: Any, seconds: float) -> None:
                 print(f"  {low:>10,} to {high:>10,} {count:>12,} {'#' * (-(-count * 40 // largest))}")
     for size, document in split.longest[:3]:
         print(f"  longest: {size:,} in {document}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

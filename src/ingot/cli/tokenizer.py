@@ -13,6 +13,7 @@ from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_report import describe, measure_fit
 from ingot.data.tokenizer_training import END_OF_DOCUMENT, check_vocabulary, train_tokenizer
 from ingot.errors import DataError
+from ingot.plurals import count_of
 from ingot.storage.byte_sizes import format_bytes, parse_bytes
 
 app = typer.Typer(add_completion=False, cls=OptionGroup, no_args_is_help=True)
@@ -55,7 +56,7 @@ def train(
     texts = DocumentSample.of(paths, _bytes(sample), key, _say)
     tokenizer = train_tokenizer(texts, vocab_size, out, splitter, names)
     _report_bad(texts)
-    documents = f"{texts.documents:,} document{'s' * (texts.documents != 1)}"
+    documents = count_of(texts.documents, "document")
     print(f"{out}: {tokenizer.vocab_size:,} tokens learned from {documents}, {format_bytes(texts.bytes)}")
     if tokenizer.vocab_size < vocab_size:
         print(f"fewer than the {vocab_size:,} asked for: the text has no more pairs of tokens that occur twice")
@@ -118,7 +119,7 @@ def compare(
         ]  # fmt: skip
         print(json.dumps(rows, ensure_ascii=False))
         return
-    print(f"{texts.documents:,} documents, {format_bytes(texts.bytes)}")
+    print(f"{count_of(texts.documents, 'document')}, {format_bytes(texts.bytes)}")
     print(f"{'vocabulary':>10} {'tokens':>12} {'tok/byte':>8} {'bytes/tok':>9}  round trip  tokenizer")
     for name, fit in sorted(fits.items(), key=lambda item: item[1].tokens):
         trip = "exact" if not fit.changed else f"{fit.changed:,} differ"
@@ -147,4 +148,4 @@ def _round_trip(changed: int, documents: int, example: str) -> str:
 
 def _report_bad(texts: DocumentSample) -> None:
     if texts.bad:
-        _say(f"skipped {len(texts.bad):,} bad record{'s' * (len(texts.bad) != 1)}, such as {texts.bad[0]}")
+        _say(f"skipped {count_of(len(texts.bad), 'bad record')}, such as {texts.bad[0]}")

@@ -35,7 +35,7 @@ class DocumentsConfig(Section):
         return value
 
 
-class PlaceConfig(Section):
+class DatasetConfig(Section):
     """Where one dataset is."""
 
     path: str = ""
@@ -65,7 +65,7 @@ class PlaceConfig(Section):
         return parse_bytes(value) if isinstance(value, str) else value
 
 
-class MixedSourceConfig(PlaceConfig):
+class MixedSourceConfig(DatasetConfig):
     """One dataset of a mixture."""
 
     weight: float | None = Field(default=None, gt=0)
@@ -79,7 +79,7 @@ class MixedSourceConfig(PlaceConfig):
         return self
 
 
-class SourceConfig(PlaceConfig):
+class SourceConfig(DatasetConfig):
     """One dataset, or a mixture of several."""
 
     shuffle: bool = True

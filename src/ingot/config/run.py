@@ -18,7 +18,7 @@ from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
 from ingot.config.training import GuardsConfig, LoggersConfig, OptimizerConfig, SchedulerConfig
 from ingot.errors import ConfigError
-from ingot.storage.names import plain_name
+from ingot.storage.names import plain_name, plain_name_from
 
 PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
                      "amp_fp8": "fp8"}  # fmt: skip
@@ -145,7 +145,13 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _plain(cls, value: str) -> str:
-        return plain_name(value)
+        try:
+            return plain_name(value)
+        except ValueError as error:
+            if "/" not in value or ".." in value:
+                raise
+            own = f"name={plain_name_from(value)} save_folder=runs/{value}"
+            raise ValueError(f"{error}; to continue a v0.1 run of this name, set {own}") from None
 
     @field_validator("precision", mode="before")
     @classmethod

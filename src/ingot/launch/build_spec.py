@@ -18,6 +18,7 @@ from ingot.launch.supervisor.failure import NODE_KINDS
 from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
+from ingot.plurals import count_of
 from ingot.training.runtime.run_files import METRICS
 
 MAX_STRIKES = 2  # a node is excluded after this many failures of its own
@@ -37,13 +38,13 @@ def training_spec(
     values.setdefault("name", _job_name(config.name))
     if "signal_seconds" not in values:
         values["signal_seconds"], why = signal_seconds(run)
-        notes.append(f"asks to save {values['signal_seconds']} s before the time limit: {why}")
+        notes.append(f"the job saves {values['signal_seconds']} s before its time limit ({why})")
     notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
     world = spec.processes * spec.nodes
     batch = config.global_train_batch_size
     layout, why = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), node=spec.processes)
-    notes.append(f"{spec.nodes} nodes x {spec.processes} processes, {layout}: {why}")
+    notes.append(f"{count_of(spec.nodes, 'node')} x {count_of(spec.processes, 'process', 'es')}, {layout}: {why}")
     return spec, notes
 
 
@@ -58,7 +59,7 @@ def preparation_spec(
     values.setdefault("name", _job_name(f"prepare-{label}"))
     notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
-    notes.append(f"{spec.nodes} jobs share the work, and a last one combines it")
+    notes.append(f"{count_of(spec.nodes, 'job')} share the work, and a last one combines the parts")
     return spec, notes
 
 
@@ -98,7 +99,7 @@ def _exclude_bad_nodes(values: dict[str, Any], run: Path) -> list[str]:
     if not bad:
         return []
     values["exclude"] = sorted({*values.get("exclude", []), *bad})
-    return [f"without {', '.join(f'{node} ({count} failures)' for node, count in bad.items())}"]
+    return [f"excludes {', '.join(f'{node} ({failures} failures)' for node, failures in bad.items())}"]
 
 
 def _job_name(text: str) -> str:

@@ -19,6 +19,7 @@ from ingot.launch.protocol import LAUNCH, LaunchFolder
 from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
+from ingot.plurals import count_of
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
 
 FRESH_SECONDS = 60.0  # a running run touches its owner's file every few seconds
@@ -65,7 +66,7 @@ class Status:
             out.append(redact(f"  {failure['time']} {failure['kind']}: {failure['message']} ({where})"))
         for node, count in self.strikes.items():
             excluded = "; the next job excludes it" if count >= MAX_STRIKES else ""
-            out.append(f"node {node}: {count} strike{'s' * (count > 1)}{excluded}")
+            out.append(f"node {node}: {count_of(count, 'strike')}{excluded}")
         return out
 
 

@@ -73,9 +73,9 @@ def _only_job(launch: LaunchFolder) -> Iterator[None]:
     with launch.lock():
         states = job_states(run)
         if states is None:
-            raise ConfigError(f"nobody can be asked whether a job of {run} is still running; try again later")
+            raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; try later")
         if living := [f"{job} is {state}" for job, state in states.items() if is_living(state)]:
-            raise ConfigError(f"{run} has a job already: {living[0]}; stop it first with `ingot stop {run}`")
+            raise ConfigError(f"{run} already has a job: {living[0]}; stop it first with `ingot stop {run}`")
         yield
 
 

@@ -13,17 +13,18 @@ import numpy as np
 from pydantic import Field
 
 from ingot.config.base import Section
-from ingot.config.data import PlaceConfig, SourceConfig
+from ingot.config.data import DatasetConfig, SourceConfig
 from ingot.config.load import validate
 from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
 from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.open_dataset import fetch_index, locate, open_dataset, split_folders, tokenizer_folder
 from ingot.data.loading.shard_stream import verify_file
-from ingot.data.loading.token_dataset import IGNORE, Dataset, count_of
+from ingot.data.loading.token_dataset import IGNORE, Dataset
 from ingot.data.prepare.progress import follow
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
+from ingot.plurals import count_of
 
 
 class InspectOptions(Section):
@@ -64,7 +65,7 @@ def inspect_dataset(path: str, options: dict[str, Any]) -> Iterator[str]:
 def find_splits(path: str, split: str | None) -> list[str | None]:
     """The requested split, all splits in a folder, or the folder itself (None)."""
     folder = Path(path)
-    validate(PlaceConfig, {"split": split})
+    validate(DatasetConfig, {"split": split})
     if split or "://" in path or (folder / "index.json").is_file() or not folder.is_dir():
         return [split]
     return [s for s in sorted(split_folders(folder)) if not s.startswith(".")] or [None]

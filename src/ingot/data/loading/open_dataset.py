@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from ingot.config.data import PARTS, PlaceConfig, SourceConfig
+from ingot.config.data import PARTS, DatasetConfig, SourceConfig
 from ingot.data.formats.indexed_reader import FlatShard, IndexFile, split_edges
 from ingot.data.formats.mds_reader import MdsShard, ShardFile, read_index, token_dtype, tokens_by_index
 from ingot.data.loading.mixture import Mixture
@@ -31,7 +31,7 @@ def open_dataset(
 ) -> Dataset:
     """The data that a source names: one dataset in either format, or a mixture. Positions after `no_loss_after_token`
     have no label."""
-    places: Mapping[str, PlaceConfig] = source.mix or {"": source}
+    places: Mapping[str, DatasetConfig] = source.mix or {"": source}
     samples = SampleSpec(seq_len, vocab_size, no_loss_after_token)
     datasets = {name: _open_place(place, samples) for name, place in places.items()}
     if not source.mix:
@@ -40,7 +40,7 @@ def open_dataset(
     return Mixture(datasets, weights, source.mix_order)
 
 
-def _open_place(place: PlaceConfig, samples: SampleSpec) -> TokenDataset:
+def _open_place(place: DatasetConfig, samples: SampleSpec) -> TokenDataset:
     path = Path(place.path)
     if place.remote is not None:
         kind, path, cache = fetch_index(place.remote, path, place.split, place.cache_limit)
@@ -178,7 +178,7 @@ def split_folders(path: Path) -> set[str]:
     return {p.parent.name for p in (*path.glob("*/index.json"), *path.glob("*/*.idx"))}
 
 
-def _open_mds(folder: Path, place: PlaceConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
+def _open_mds(folder: Path, place: DatasetConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
     infos = read_index(folder / "index.json")
     meta = read_meta(folder / "meta.json")
     raw_type = place.token_encoding_type
@@ -223,7 +223,7 @@ def _open_mds(folder: Path, place: PlaceConfig, cache: ShardCache | None, sample
     )  # fmt: skip
 
 
-def _open_indexed(prefix: Path, place: PlaceConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
+def _open_indexed(prefix: Path, place: DatasetConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
     index = IndexFile(Path(f"{prefix}.idx"))
     bin_path = Path(f"{prefix}.bin")
     found = (cache.remote.size(bin_path.name) or 0) if cache else bin_path.stat().st_size

@@ -18,15 +18,11 @@ import numpy as np
 
 from ingot.data.loading.order import Order
 from ingot.errors import DataError
+from ingot.plurals import count_of
 
 IGNORE = -100  # the label of a position without a next token
 OPEN_SHARDS = 256  # memory maps kept open; each holds a file descriptor
 MAX_BLOCK_SAMPLES = 1 << 16
-
-
-def count_of(n: int, noun: str) -> str:
-    """A number with its noun: `1 shard`, `1,200 shards`."""
-    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 class TokenShard(Protocol):

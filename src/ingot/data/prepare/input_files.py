@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from ingot.data.prepare.options import PrepareOptions
 from ingot.errors import DataError
+from ingot.plurals import count_of
 from ingot.storage.object_store import Remote, RemoteFile, is_url
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
@@ -78,7 +79,7 @@ def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None =
             skipped += [m.filename for m in archive.infolist() if not m.is_dir() and not is_readable_member(m.filename)]
     if skipped and say:
         say(
-            f"skipped {len(skipped):,} file{'s' * (len(skipped) != 1)}: {_by_suffix(skipped)} (not "
+            f"skipped {count_of(len(skipped), 'file')}: {_by_suffix(skipped)} (not "
             f"{', '.join(FORMATS)}, plain or compressed); a file that --path names, also by a glob such as 'DIR/*.md', "
             "is read as text"
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from ingot.config.data import PlaceConfig
+from ingot.config.data import DatasetConfig
 from ingot.config.run import RunConfig
 from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
@@ -177,7 +177,7 @@ def resolve(name: str) -> tuple[str, str]:
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        return "", f"the name of the first node, {name}, is not known here: {error.strerror}"
+        return "", f"cannot resolve {name}, the name of the first node: {error.strerror}"
     found = {address for address in found if ":" not in address} or found
     address = ",".join(sorted(found))
     if any(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
@@ -210,7 +210,7 @@ def check_data(spec: LaunchSpec) -> None:
     """Read the config and the index of each local dataset; remote ones are not touched."""
     config = config_of(spec)
     for source in (config.sources.train, config.sources.eval):
-        parts: list[PlaceConfig] = [*source.mix.values()] or [source] if source else []
+        parts: list[DatasetConfig] = [*source.mix.values()] or [source] if source else []
         for part in parts:
             if part.remote is None:
                 kind, path = locate(Path(part.path), part.split)

@@ -35,6 +35,7 @@ from ingot.launch.protocol import NODES_VARIABLE, LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import STOP_SIGNALS
 from ingot.launch.supervisor.failure_log import node_name
+from ingot.plurals import count_of
 from ingot.storage.atomic import write_json
 
 REPORT_SECONDS = 30.0  # for the others' reports
@@ -100,8 +101,8 @@ class Preflight:
                 self.hosts = [r.host for r in reports]  # by rank from here on
                 problems = self._measure(probe)
         if not problems:
-            count = f"{spec.nodes} node{'s' * (spec.nodes > 1)}"
-            self.notes.insert(0, f"{count} passed the checks in {time.monotonic() - begin:.1f} s")
+            seconds = time.monotonic() - begin
+            self.notes.insert(0, f"{count_of(spec.nodes, 'node')} passed the checks in {seconds:.1f} s")
         return problems
 
     def _missing(self, reports: list[Report], seconds: float) -> list[Problem]:
