@@ -183,6 +183,7 @@ def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> No
     for step in (1, 2):
         save_checkpoint(tmp_path, step, state(step), {})
     (tmp_path / "checkpoints" / "latest").write_text("garbage")  # whatever pointers others may leave
+    (tmp_path / "checkpoints" / "4").write_text("garbage")
     (tmp_path / "checkpoints" / "3").mkdir()
     manifest, problems = newest_good(tmp_path, LocalCoordinator())
     assert manifest is not None and manifest.step == 2

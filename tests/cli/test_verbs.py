@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,8 @@ def test_bits_per_byte_is_the_loss_over_the_bytes_of_the_text(trained: Path, dat
     first = len(load_tokenizer(data / "tokenizer").decode(load_tokenizer(data / "tokenizer").encode(text)[:1]).encode())
     bits = result.loss * result.tokens / math.log(2)
     assert result.bits_per_byte == pytest.approx(bits / (len(text.encode()) - first), rel=1e-6)
+    assert result.metrics()["metrics/eval/BitsPerByte"] == result.bits_per_byte
+    assert "metrics/eval/BitsPerByte" not in replace(result, bits_per_byte=None).metrics()
 
 
 def test_generate_repeats_with_a_seed_and_streams_the_prompt_first(ingot: Ingot, trained: Path) -> None:
@@ -141,6 +144,7 @@ def test_recipes_can_be_listed_and_shown(ingot: Ingot) -> None:
     listed = ingot("recipes", "list").stdout
     assert "mpt-125m" in listed and "125.3M" in listed and "gpt3-175b" in listed and "0.00025" in listed
     assert max(map(len, listed.splitlines())) <= 80 and "…" not in listed
+    assert ingot("recipes").stdout == listed
     shown = ingot("recipes", "show", "mpt-125m").stdout
     assert yaml.safe_load(shown)["model"]["d_model"] == 768
 
