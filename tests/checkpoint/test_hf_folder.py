@@ -1,5 +1,6 @@
 """What a Hugging Face folder holds: the files we write, the spellings we read, and everything that we refuse."""
 
+import inspect
 import json
 import shutil
 import struct
@@ -24,6 +25,7 @@ from transformers import (
 
 from ingot.checkpoint.hf.config import from_hf_config, hf_class, to_hf_config
 from ingot.checkpoint.hf.folder import export_hf, read_hf
+from ingot.cli.export import export as export_command
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, DiskError
 from ingot.model.gpt import GPT
@@ -107,6 +109,11 @@ def test_a_sharded_export_loads_in_transformers_and_here(kind: str, tmp_path: Pa
     loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_file_of_an_export_has_at_most_5_gb_by_default() -> None:
+    command, function = (inspect.signature(f).parameters for f in (export_command, export_hf))
+    assert command["max_shard_gb"].default * 10**9 == function["max_shard_bytes"].default == 5 * 10**9
 
 
 def test_an_export_holds_one_shard_in_memory(tmp_path: Path) -> None:
