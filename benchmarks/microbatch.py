@@ -2,13 +2,15 @@
 
     python benchmarks/microbatch.py mpt-125m mpt-1b mpt-7b > benchmarks/results/microbatch.txt
     python benchmarks/microbatch.py mpt-3b mpt-7b activation_checkpointing=true
+    python benchmarks/microbatch.py --matrix                  twelve models, lengths and optimizers, about 10 minutes
 
 Each size by hand, from the chosen one on, is a whole step: two microbatches, whose gradients add up, clipping and
 optimizer, until one does not fit (if the chosen one does not, the largest is 0). `fsdp` is the same model wrapped by
 FSDP2 on one process (parallel.shard=1), where only sizes that must fit are tried. The global batch is 512, so that any
-power of two may be chosen; not compiled.
+power of two may be chosen; not compiled. A recipe may carry overrides of its own, as in llama-8b:max_seq_len=2048.
 """
 
+import gc
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ import torch
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
+from ingot.errors import IngotError
 from ingot.parallel.executors.base import Executor, NoMessages
 from ingot.parallel.executors.build import build_distributed, build_single
 from ingot.parallel.executors.oom import is_out_of_memory
@@ -32,11 +35,17 @@ from ingot.training.optimizer import Optimizer
 from ingot.training.step import train_step
 
 DEVICE = torch.device("cuda", 0)
+MATRIX = [
+    "mpt-125m", "mpt-1b", "mpt-7b", "llama-8b:max_seq_len=2048", "llama-8b:max_seq_len=8192",
+    "llama-8b:max_seq_len=8192,optimizer.name=lion", "llama-1b:max_seq_len=32768", "mpt-1b:max_seq_len=8192",
+    "mpt-7b:optimizer.name=muon", "mpt-7b:precision=fp8", "pythia-2.8b", "gpt3-2.7b:optimizer.name=lion",
+]  # fmt: skip
 
 
-def measure(recipe: str, overrides: list[str], world: World | None) -> str:
-    config = load_config(RunConfig, [recipe, "data=x", "global_train_batch_size=512", "compile=false",
-                                     "cuda_graphs=false", *overrides])  # fmt: skip
+def measure(case: str, overrides: list[str], world: World | None) -> str:
+    recipe, _, own = case.partition(":")
+    config = load_config(RunConfig, [recipe, "data=x", "data.eval=null", "global_train_batch_size=512", "compile=false",
+                                     "cuda_graphs=false", *filter(None, own.split(",")), *overrides])  # fmt: skip
     if world is not None:
         executor: Executor = build_distributed(config, Layout(), world, DEVICE, False, NoMessages())
     else:
@@ -64,7 +73,7 @@ def measure(recipe: str, overrides: list[str], world: World | None) -> str:
         size *= 2
     kind = "fsdp" if world is not None else "plain"
     return (
-        f"{recipe:10s} {kind:6s} chosen {chosen:4d} ({seconds:.1f} s)  largest by hand {largest:4d}  "
+        f"{case:10s} {kind:6s} chosen {chosen:4d} ({seconds:.1f} s)  largest by hand {largest:4d}  "
         f"peak {peak:6.1f} GiB  loss {loss:.5f}  | {why}"
     )
 
@@ -86,10 +95,14 @@ def main() -> None:
     print(f"# python benchmarks/microbatch.py {' '.join(sys.argv[1:])}")
     print(f"# torch {torch.__version__}, {torch.cuda.get_device_name(0)}", flush=True)
     world = join_world(RankEnv(), DEVICE, 60)
-    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
-    for recipe in (argument for argument in sys.argv[1:] if "=" not in argument):
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument and ":" not in argument]
+    for case in MATRIX if "--matrix" in sys.argv else (a for a in sys.argv[1:] if ":" in a or "=" not in a):
         for wrapped in (None, world):
-            print(measure(recipe, overrides, wrapped), flush=True)
+            try:
+                print(measure(case, overrides, wrapped), flush=True)
+            except IngotError as error:
+                print(f"{case:10s} {'fsdp' if wrapped else 'plain':6s} refused: {error}", flush=True)
+            gc.collect()
             torch.cuda.empty_cache()
 
 
