@@ -52,6 +52,7 @@ RECIPES = {
     "125m": ("mpt-125m", 256, 5),
     "1b": ("mpt-1b", 64, 4),
     "7b": ("mpt-7b", 32, 2),
+    "llama-1b": ("llama-1b", 16, 3),
     "llama-8b": ("llama-8b", 8, 2),
 }
 TINY = ["model.d_model=64", "model.n_heads=2", "model.n_layers=2", "model.vocab_size=512", "max_seq_len=32",
@@ -63,8 +64,10 @@ def cases_of(section: str, tiny: bool) -> list[Case]:
     size = {"fp8": "7b", "startup": "125m"}.get(section, section)
     _, batch, steps = ("", 8, 2) if tiny else RECIPES[size]
     more = list(TINY) if tiny else []
+    if tiny and size.startswith("llama"):
+        more.append("model.n_kv_heads=2")
     if section == "llama-8b":
-        more += ["model.n_kv_heads=2"] if tiny else ["max_seq_len=2048"]
+        more += [] if tiny else ["max_seq_len=2048"]
         return [Case(f"llama-8b {kind}", size, kind == "wrapped", batch, steps, more) for kind in ("plain", "wrapped")]
     if section == "fp8":
         more.append("precision=fp8")
@@ -74,7 +77,7 @@ def cases_of(section: str, tiny: bool) -> list[Case]:
     ]
 
 
-SECTIONS = ["7b", "125m", "fp8", "llama-8b", "1b"]
+SECTIONS = ["1b", "7b", "125m", "llama-1b", "fp8", "llama-8b"]
 
 
 def main() -> None:
@@ -185,6 +188,8 @@ def run_case(case: Case) -> None:
         for decision in choose_microbatch(config, executor, Path(folder)):
             listener.note(decision)
         save(microbatch=executor.microbatch, recompute=executor.recompute, chosen_seconds=time.time() - START)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # of sizes that were tried
         run = Steps(config, executor, optimizer, LossScale(device, enabled=False))
         losses = [float(run.step(case.batch)[0])]
         save(first_step_seconds=round(time.time() - START, 1), losses=losses)

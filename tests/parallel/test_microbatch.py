@@ -21,7 +21,7 @@ from ingot.parallel.executors.base import MemoryUse
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.report.metrics_file import read_rows
-from ingot.training.microbatch_search import MemoryPlan, MemorySearch, choose_microbatch, record_oom_size
+from ingot.training.microbatch_search import TRIED, MemoryPlan, MemorySearch, choose_microbatch, record_oom_size
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ class FakeExecutor:
     def probe_memory(self, size: int) -> MemoryUse | None:
         use = self.use(self.recompute, size)
         self.tried.append((self.recompute, size))
-        if use.peak > self.limit:
+        if use.peak > self.limit * (1 if self.can_recover_from_oom else TRIED):
             assert self.can_recover_from_oom, f"{size} sequences with {self.recompute} failed inside a collective"
             return None
         return use
@@ -227,9 +227,9 @@ def test_the_line_is_trusted_up_to_the_next_doubling_only() -> None:
     assert search({1: 85, 2: 84, 4: 90}.__getitem__, 60, 115, [1, 2, 4, 8, 16, 32]) == (8, [1, 2, 4])
 
 
-@pytest.mark.parametrize(("limit", "tried"), [(159, [1, 2, 4]), (160, [1, 2, 4, 8])])
+@pytest.mark.parametrize(("limit", "tried"), [(153, [1, 2, 4]), (154, [1, 2, 4, 8])])
 def test_ranks_try_a_size_only_where_it_cannot_fail(limit: int, tried: list[int]) -> None:
-    """80 are kept and 40 come with 4 sequences: at most 80 with 8."""
+    """80 are kept and 40 come with 4 sequences: at most 80 with 8. 160 is within 4% of 154, but not of 153."""
     assert search({1: 95, 2: 100, 4: 120, 8: 130}.__getitem__, 80, limit, [1, 2, 4, 8])[1] == tried
 
 

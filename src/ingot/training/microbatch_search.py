@@ -28,6 +28,7 @@ CPU_TOKENS = 4096  # per microbatch: beyond this a CPU gains nothing and its cac
 ENOUGH_TOKENS = 4096  # per microbatch that holds its weights: beyond this a GPU gains little
 GPU_TOKENS = 65536  # and beyond this it gains nothing
 KINDS = (None, "selective", "full")  # of activation checkpointing, the cheapest first
+TRIED = 1.04  # of the memory that a step may use: a pass alone cannot fail below that
 ESTIMATE_MARGIN = 1.15  # on what the estimate says that two kinds differ by
 
 
@@ -174,8 +175,10 @@ class MemorySearch:
         fits, fails = 0, self.sizes[-1] + 1
         while candidates := [n for n in self.sizes if fits < n < fails]:
             size = max([n for n in candidates if n <= 2 * fits], default=candidates[0])
-            may_try = self.executor.can_recover_from_oom or self._bound(plan, size) <= self.limit
+            may_try = self.executor.can_recover_from_oom or self._bound(plan, size) <= TRIED * self.limit
             if (plan, size) in self.measured or (may_try and self._probe(plan, size)):
+                if not self.executor.can_recover_from_oom and self.measured[plan, size].peak > self.limit:
+                    break
                 fits = size
             else:
                 fails = size
