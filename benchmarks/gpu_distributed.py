@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -202,6 +203,7 @@ def run_case(case: Case) -> None:
         if device.type == "cuda":
             stats = torch.cuda.memory_stats(device)
             save(
+                host_syncs=run.host_syncs(case.batch),
                 allocated_gib=round(stats["allocated_bytes.all.peak"] / 2**30, 2),
                 reserved_gib=round(stats["reserved_bytes.all.peak"] / 2**30, 2),
                 allocation_retries=stats["num_alloc_retries"],
@@ -251,6 +253,17 @@ class Steps:
             torch.cuda.synchronize()
         self.losses = [float(loss) for loss in results]
         return [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in pairwise(marks)]
+
+    def host_syncs(self, rows: int) -> list[str]:
+        """Where a step waits for the device."""
+        import torch
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            self.step(rows)
+            torch.cuda.set_sync_debug_mode("default")
+        return [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
     def kernels(self, rows: int) -> dict[str, Any]:
         """Milliseconds of each kernel in a step of two microbatches, and how long the device is idle within it."""

@@ -201,3 +201,28 @@ def test_generation_on_the_gpu_equals_the_cpu(data: Path, tmp_path: Path) -> Non
     run(data, tmp_path / "run", "precision=fp32", "max_duration=20ba")
     texts = [list(generate(load(tmp_path / "run", device), [1, 2, 3], 20, temperature=0)) for device in ("cpu", "cuda")]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("wrapped", [[], ["parallel.shard=1"]], ids=["plain", "wrapped"])
+def test_a_step_does_not_wait_for_the_device(data: Path, tmp_path: Path, wrapped: list[str]) -> None:
+    from ingot.training import testing
+
+    waited: list[int] = []
+
+    def counted(trainer: Any, batch: Batch, step: testing.Step) -> Any:
+        if trainer.progress.batch < 5:  # the first ones compile and choose
+            return step(batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waited.append(trainer.progress.batch)
+
+    plain = testing._wrapper
+    testing.wrap_step(counted)
+    try:
+        run(data, tmp_path / "run", "max_duration=8ba", "precision=bf16", *wrapped)
+    finally:
+        testing.wrap_step(plain)
+    assert waited == [5, 6, 7, 8]
