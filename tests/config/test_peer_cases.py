@@ -7,6 +7,7 @@ one of `becomes` and `refused`; `warns` lists parts of the warnings. Facts are t
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import yaml
 
@@ -30,7 +31,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def written(case: dict[str, Any], folder: Path) -> list[str]:
     """The files of a case, and its arguments."""
     for name, text in case.get("files", {}).items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     if "base" in case:
         keys = merged(case["bases"][case["base"]], case.get("keys", {}))
@@ -46,7 +47,7 @@ def test_a_config_of_a_peer_means_the_same_here_or_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     arguments = written(case, tmp_path)
     if "refused" in case:
         with pytest.raises(ConfigError) as caught:

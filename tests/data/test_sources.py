@@ -2,6 +2,7 @@
 
 import bz2
 import csv
+import functools
 import gzip
 import http.server
 import io
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from ingot.cli.prepare_options import NEOX_DATASETS, read_request
 from ingot.data.prepare import documents, hub, input_files
 from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.documents import TextBlock
@@ -380,6 +382,23 @@ def server(tmp_path: Path) -> Iterator[str]:
 def test_files_behind_a_url_give_the_same_documents(kind: str, server: str, tmp_path: Path) -> None:
     write(tmp_path, kind)
     assert texts(f"{server}/data.{kind}") == TEXTS
+
+
+def test_neoxs_data_sets_are_fetched_by_name(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", "<mediawiki> A page.")
+    write(tmp_path, "jsonl.zst")
+    for name, url in {"enwik8": f"{server}/enwik8.zip", "pile_subset": f"{server}/data.jsonl.zst"}.items():
+        monkeypatch.setitem(NEOX_DATASETS, name, [url])
+        request = read_request({"dataset": name, "out_root": str(tmp_path / name)})
+        assert texts(*request.splits[0].input) == (["<mediawiki> A page."] if name == "enwik8" else TEXTS)
+
+
+def test_without_a_network_the_message_names_the_url_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NEOX_DATASETS, "enwik8", [url := "http://127.0.0.1:9/enwik8.zip"])
+    monkeypatch.setattr(input_files, "Remote", functools.partial(input_files.Remote, retries=0))
+    with pytest.raises(DataError, match=url):
+        find_files(read_request({"dataset": "enwik8", "out_root": "x"}).splits[0].input)
 
 
 def test_a_url_of_nothing_is_one_sentence(server: str) -> None:

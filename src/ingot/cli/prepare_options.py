@@ -11,6 +11,12 @@ from ingot.data.prepare.input_files import hub_source
 from ingot.data.prepare.options import PrepareOptions, check_options
 from ingot.errors import DataError
 
+# Data sets that GPT-NeoX's prepare_data.py knows by name, and where it fetches them.
+NEOX_DATASETS = {
+    "enwik8": ["http://data.deepai.org/enwik8.zip"],
+    "pile_subset": ["https://the-eye.eu/public/AI/pile/train/00.jsonl.zst"],
+    "pile": [f"https://the-eye.eu/public/AI/pile/train/{part:02}.jsonl.zst" for part in range(30)],
+}
 _TOKENIZER_TYPES = ("GPT2BPETokenizer", "HFGPT2Tokenizer", "HFTokenizer", "HuggingFaceTokenizer")
 
 
@@ -18,7 +24,7 @@ class PeerOptions(Section):
     """Options of LLM Foundry's, Megatron's and GPT-NeoX's converters that say in other words what to prepare."""
 
     dataset: str | None = None
-    """A Hugging Face hub data set, such as allenai/c4."""
+    """A Hugging Face hub data set, such as allenai/c4, or one of NeoX's names: enwik8, pile_subset, pile."""
     data_subset: str | None = None
     """Its configuration, such as en."""
     tokenizer_type: str | None = None
@@ -75,6 +81,14 @@ def read_request(given: Mapping[str, Any]) -> PrepareRequest:
         )
     if values.get("output_prefix") and len(names) > 1:
         raise DataError("--output_prefix takes one split; run the command once for each")
+    if peer.dataset in NEOX_DATASETS:
+        if len(names) > 1 or peer.data_subset:
+            raise DataError(
+                f"--dataset {peer.dataset}: has no splits or subsets; divide it in training, with NeoX's split"
+            )
+        return PrepareRequest(
+            [check_options({**values, "split": names[0], "input": NEOX_DATASETS[peer.dataset]})], peer
+        )
     if peer.dataset:
         sources = [hub_source(peer.dataset, peer.data_subset, name) for name in names]
         splits = [check_options({**values, "split": n, "input": s}) for n, s in zip(names, sources, strict=True)]

@@ -24,6 +24,7 @@ from ingot.storage.object_store import Remote, RemoteFile, is_url
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
 FORMATS = {f".{name}": name for name in ("jsonl", "json", "parquet", "csv")}
 FORMATS |= {".ndjson": "jsonl", ".txt": "text", ".tsv": "csv"}
+TEXT_NAMES = ("enwik8", "enwik9")  # text without a suffix
 READ_BYTES = 1 << 20
 HUB = "hf://"
 _BOMB_FREE = 1 << 26  # output below this is never called a bomb
@@ -148,6 +149,8 @@ def format_of(name: str) -> tuple[str, str | None] | None:
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     kind = FORMATS.get(os.path.splitext(stem)[1] if compression else suffix)
+    if os.path.basename(stem) in TEXT_NAMES and not suffix:
+        kind = "text"
     if kind is None and compression == "zip":
         kind = "zip"
     return (kind, compression) if kind else None
