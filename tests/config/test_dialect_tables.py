@@ -44,6 +44,33 @@ def test_tables_name_native_keys_that_there_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
+def test_every_key_has_a_target_or_a_reason(name: str) -> None:
+    d = DIALECTS[name]
+    texts = {**d.table["computed"], **d.reasons, **{key: why for key, (_, why) in d.refusals.items()}}
+    texts |= {key: " ".join(map(str, entry["names"].values())) for key, entry in d.table["choices"].items()}
+    assert d.keys == {*texts, *d.table["renamed"]} and all(isinstance(text, str) and text for text in texts.values())
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_computed_key_becomes_what_its_table_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = DIALECTS[name]
+    real = Translation.put
+
+    def put(self: Translation, native: str, value: Any, *keys: str) -> None:
+        for key in (key for key in keys if key in d.table["computed"] and self.given.get(key) is not None):
+            section = ".".join(native.split(".")[:2]) if native.startswith("data.") else native
+            assert section in d.table["computed"][key], (
+                key,
+                native,
+            )
+        real(self, native, value, *keys)
+
+    monkeypatch.setattr(Translation, "put", put)
+    for path in sorted((HERE / name).iterdir()):
+        translate([str(path)])
+
+
+@pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("value", [0, -1, 3, 0.5, True, "nonsense", "", [1, "x"], [], {}])
 def test_odd_values_are_translated_or_refused_but_never_break(name: str, value: object) -> None:
     given = base(name)
