@@ -18,6 +18,7 @@ from ingot.config.durations import Duration
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.evaluation.validation import Evaluation, evaluate
+from ingot.parallel.executors.device import explaining_nondeterminism
 from ingot.parallel.rank_env import find_rank_env
 from ingot.storage.object_store import is_url
 from ingot.training.checkpointer import Checkpointer
@@ -53,7 +54,7 @@ class Result:
 
 def train(config: RunConfig, listener: RunListener, fresh: bool = False) -> Result:
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    with ExitStack() as cleanup:
+    with explaining_nondeterminism(), ExitStack() as cleanup:
         cleanup.callback(listener.end)
         trainer = Trainer(config, listener, cleanup, fresh)
         result = trainer.fit()
@@ -251,7 +252,16 @@ class Trainer:
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "versions": {"ingot": __version__, "torch": torch.__version__},
             "reporter": self.listener.state(),
+            "execution": self._execution(),
         }
+
+    def _execution(self) -> dict[str, str]:
+        """What decides the order of floating-point sums: with other values, results agree but not to the last bit."""
+        executor = self.executor
+        return {
+            "layout": str(executor.layout), "microbatch": str(executor.microbatch),
+            "recomputed": str(executor.recompute),
+        }  # fmt: skip
 
     def _resume(self) -> dict[str, Any] | None:
         """Continue from the newest good checkpoint, if there is one. Return the listener's state in it."""
@@ -276,5 +286,12 @@ class Trainer:
         self.scaler.load_state_dict(state.scaler)
         self.guard.restore(state.guard)
         self.progress.restore(manifest.step, state)
+        changed = [f"{key} was {state.execution[key]} and is now {now}" for key, now in self._execution().items()
+                   if state.execution.get(key, now) != now]  # fmt: skip
+        if config.deterministic is True and changed:
+            self.listener.warn(
+                f"{'; '.join(changed)}: results will not be bitwise those of an uninterrupted run, which "
+                "deterministic=true asks for; for that, continue with the values of the checkpoint"
+            )
         self.listener.note(f"resumed from {manifest.folder} at batch {manifest.step} of {self.progress.total}")
         return state.reporter

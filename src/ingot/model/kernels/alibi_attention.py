@@ -54,7 +54,7 @@ def alibi_attention(
     row's sum and each head's reach. `bias` has been added by the projection, which leaves its gradient to us. With
     `keys` [B, H, T] the weights are dropped out (`dropout.attention_keys`)."""
     B, T, G, slots, D = qkv.shape
-    P, H, DP = slots - 2, G * (slots - 2), triton.next_power_of_2(D)
+    P, H, DP = slots - 2, G * (slots - 2), max(16, triton.next_power_of_2(D))  # tl.dot takes 16 or more
     out = qkv.new_empty(B, T, H, D)
     lse = torch.empty(B, H, T, device=qkv.device)
     reach = torch.empty(B, H, device=qkv.device, dtype=torch.int32)
@@ -91,7 +91,7 @@ def alibi_attention_backward(
     """The gradient of qkv, and parts of its sum over all tokens."""
     qkv, slopes, out, lse, reach = saved
     B, T, G, slots, D = qkv.shape
-    P, H, DP = slots - 2, G * (slots - 2), triton.next_power_of_2(D)
+    P, H, DP = slots - 2, G * (slots - 2), max(16, triton.next_power_of_2(D))  # tl.dot takes 16 or more
     d_out = d_out.contiguous()
     d_qkv = torch.empty(qkv.shape, device=qkv.device, dtype=qkv.dtype)
     parts = triton.cdiv(T, PART)

@@ -52,7 +52,19 @@ def _join_heads(d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
     out = d_q.new_empty(rows, G * slots * D)
     sums = torch.empty(parts, G * slots * D, device=d_q.device)
     _join_kernel[(G * slots, parts)](
-        d_q, d_k, d_v, out, sums, rows, G, slots - 2, D, block, TALL, max(1, ELEMENTS // block), num_warps=WARPS
+        d_q,
+        d_k,
+        d_v,
+        out,
+        sums,
+        rows,
+        G,
+        slots - 2,
+        D,
+        block,
+        TALL,
+        min(TALL, max(1, ELEMENTS // block)),
+        num_warps=WARPS,
     )
     return out, sums
 

@@ -3,6 +3,8 @@ deterministic there."""
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -64,7 +66,7 @@ def set_memory_budget(part: float, compiled: bool) -> None:
 def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) -> bool:
     """Ask torch for deterministic kernels if the run wants them. Return whether it does.
 
-    With `deterministic=true`, an operation without a deterministic kernel is an error (`nondeterministic_operation`).
+    With `deterministic=true`, an operation without a deterministic kernel is an error (`explaining_nondeterminism`).
     """
     wanted = config.deterministic is True or (config.deterministic == "auto" and device.type == "cpu")
     strict = config.deterministic is True
@@ -79,15 +81,19 @@ def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) 
     return wanted
 
 
-def nondeterministic_operation(error: BaseException) -> ConfigError | None:
-    """What to tell the user if torch has refused an operation under `deterministic=true`."""
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "deterministic" not in text:
-        return None
-    return ConfigError(
-        f"deterministic=true is not possible with this model and device: {text.partition(chr(10))[0]} "
-        "Set deterministic=false, or change the option that uses this operation"
-    )
+@contextmanager
+def explaining_nondeterminism() -> Iterator[None]:
+    """Tell the user which operation torch refuses under `deterministic=true`."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise ConfigError(
+            f"deterministic=true is not possible here: torch has no deterministic kernel for {operation.split()[-1]} "
+            "on this device; set deterministic=false, or change the option of the model that needs this operation"
+        ) from error
 
 
 @cache

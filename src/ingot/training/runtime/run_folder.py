@@ -77,6 +77,7 @@ class ResumeState(msgspec.Struct):
     guard: list[float] = []
     train_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     reporter: dict[str, Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    execution: dict[str, str] = {}
 
 
 def read_state(manifest: Manifest) -> ResumeState:
