@@ -16,7 +16,7 @@ from ingot.model.gpt import GPT, Block
 from ingot.model.kernels.bf16_weights import Bf16Embedding, Bf16Linear, CopiedWeight, WorkingLinear
 from ingot.model.kernels.conditions import TRITON
 from ingot.model.kernels.fp8 import Fp8Linear, fits_fp8, why_no_fp8
-from ingot.model.kernels.fused_attention import AlibiAttention, FusedAttention, choose_attention
+from ingot.model.kernels.fused_attention import AlibiAttention, CudnnAttention, FusedAttention, choose_attention
 
 
 def attach(
@@ -82,6 +82,8 @@ def _attach_attention(model: GPT, device: torch.device, precision: str) -> list[
     if kernel == "triton":
         model.attention_op = AlibiAttention(op, device)
         _fuse_attention(model, fuse_bias=False)
+    elif kernel == "cudnn":
+        model.attention_op = CudnnAttention(op)
     return [f"attention {kernel}: {why}"]
 
 

@@ -14,6 +14,7 @@ from ingot.model.attention import Attend, Attention, KVCache, SdpaAttention
 from ingot.model.dropout import attention_keys
 from ingot.model.kernels.bf16_weights import linear_without_bias_grad
 from ingot.model.kernels.conditions import TRITON, autocast_dtype, kernels_apply
+from ingot.model.kernels.cudnn_attention import cudnn_attention, why_no_cudnn
 
 MOST_WIDTH = 128  # of heads in our kernel: wider ones would not fit into the registers
 
@@ -42,12 +43,13 @@ def choose_attention(config: ModelConfig, device: torch.device, precision: str) 
         return "sdpa", f"{what}: {plain}, since our kernel for it needs Triton, which is not installed"
     if config.head_width > MOST_WIDTH:
         return "sdpa", f"{what}: {plain}, since our kernel takes heads of up to {MOST_WIDTH}, not {config.head_width}"
-    costs = {
-        "dropout of attention weights": "with it, attention takes about twice the time of cuDNN's",
-        "deterministic=true": "attention takes about 1.5 times the time of cuDNN's backward pass, whose sums vary",
-    }  # fmt: skip
-    cost = next((text for name, text in costs.items() if special[name]), "which skips what is not seen")
-    return "triton", f"our kernel for {what}; {cost}"
+    if what == "deterministic=true" and precision != "fp16":
+        why = why_no_cudnn(device, config.n_heads, config.kv_heads, config.head_width)
+        if why is None:
+            return "cudnn", "its deterministic backward pass, at 2 to 25% more than its default, for deterministic=true"
+        return "triton", f"our kernel for {what}, about 1.5 times the time of cuDNN's attention; {why}"
+    cost = "about twice the time of attention without" if config.attn_pdrop > 0 else "which skips what is not seen"
+    return "triton", f"our kernel for {what}, {cost}"
 
 
 def visible_span(length: int, window: int | None, documents: Tensor | None, device: torch.device) -> Tensor | None:
@@ -104,6 +106,19 @@ class AlibiAttend:
         q = q.transpose(1, 2).unflatten(2, (k.shape[1], -1))  # [B, T, G, queries, D]
         k, v = (t.transpose(1, 2).unsqueeze(3) for t in (k, v))
         return self.fused(torch.cat([q, k, v], 3), keys).transpose(1, 2)
+
+
+class CudnnAttention:
+    """cuDNN's deterministic kernels for plain causal attention in bf16; otherwise the reference."""
+
+    def __init__(self, reference: SdpaAttention):
+        self.reference = reference
+        self.scale = reference.config.softmax_scale or 1 / math.sqrt(reference.config.head_width)
+
+    def prepare(self, new: int, total: int, device: torch.device, documents: Tensor | None = None) -> Attend:
+        if new != total or documents is not None or autocast_dtype(device) != torch.bfloat16:
+            return self.reference.prepare(new, total, device, documents)
+        return lambda q, k, v, keys: cudnn_attention(q, k, v, self.scale)[0]
 
 
 class FusedAttention(Attention):
