@@ -24,7 +24,7 @@ class PeerOptions(Section):
     """Options of LLM Foundry's, Megatron's and GPT-NeoX's converters that say in other words what to prepare."""
 
     dataset: str | None = None
-    """A Hugging Face hub data set, such as allenai/c4, or one of NeoX's names: enwik8, pile_subset, pile."""
+    """A Hugging Face hub dataset, such as allenai/c4, or one of NeoX's names: enwik8, pile_subset, pile."""
     data_subset: str | None = None
     """Its configuration, such as en."""
     tokenizer_type: str | None = None

@@ -14,7 +14,7 @@ from ingot.config.recipes import check_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.supervisor.local import run_processes
-from ingot.launch.supervisor.local_ranks import find_node
+from ingot.launch.supervisor.local_ranks import count_gpus, find_node
 from ingot.launch.supervisor.rank_main import train_rank, use_expandable_segments
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
@@ -89,7 +89,7 @@ def train(
 
 def _devices(config: RunConfig) -> int:
     """One process per GPU; on a CPU one process uses all cores."""
-    if config.device == "cpu" or not Path("/dev/nvidia1").exists():  # torch loads late if it cannot matter
+    if config.device == "cpu" or count_gpus() < 2:  # torch loads late if it cannot matter
         return 1
     import torch
 

@@ -1,1 +1,1 @@
-"""Where a run runs: local processes."""
+"""Where a run executes: this machine, Slurm or Kubernetes."""

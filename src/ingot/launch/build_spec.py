@@ -2,7 +2,6 @@
 config is checked here, on the login node, before anything is queued.
 """
 
-import json
 import math
 import os
 import re
@@ -19,9 +18,11 @@ from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.plurals import count_of
+from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import METRICS
 
 MAX_STRIKES = 2  # a node is excluded after this many failures of its own
+TAIL_BYTES = 1_000_000  # of the metrics: about a thousand rows
 SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
@@ -77,11 +78,9 @@ def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def signal_seconds(run: Path) -> tuple[int, str]:
     """How long before the limit to ask: twice a save and a step, as measured in this run, and a minute for Slurm."""
     save = step = 0.0
-    if (run / METRICS).is_file():
-        for line in (run / METRICS).read_text(encoding="utf-8").splitlines()[-1000:]:
-            row = json.loads(line)
-            save = max(save, row.get("checkpoint/write_seconds", 0.0) + row.get("checkpoint/stall_seconds", 0.0))
-            step = max(step, 1 / row["throughput/batches_per_sec"] if row.get("throughput/batches_per_sec") else 0.0)
+    for row in read_json_lines(run / METRICS, TAIL_BYTES):
+        save = max(save, row.get("checkpoint/write_seconds", 0.0) + row.get("checkpoint/stall_seconds", 0.0))
+        step = max(step, 1 / row["throughput/batches_per_sec"] if row.get("throughput/batches_per_sec") else 0.0)
     if not save:
         return SIGNAL_SECONDS, "no save of this run has been measured yet"
     return 60 + math.ceil(2 * (save + step)), f"a save took {save:.1f} s, a step {step:.1f} s"

@@ -91,6 +91,7 @@ from pathlib import Path
 
 from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERROR
+from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import FINISHED, STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
@@ -154,10 +155,7 @@ class LaunchFolder:
 
     def jobs(self) -> list[Job]:
         """Submitted jobs, oldest first."""
-        with suppress(FileNotFoundError):
-            lines = (self.path / _JOBS).read_text(encoding="utf-8").splitlines()
-            return [Job(**json.loads(line)) for line in lines if line.strip()]
-        return []
+        return [Job(**line) for line in read_json_lines(self.path / _JOBS)]
 
     def keep_files(self, files: Mapping[str, str]) -> None:
         """Keep the config files that travel with a Kubernetes job."""

@@ -3,7 +3,6 @@
 Silence proves nothing: a cluster that does not answer leaves the state "unknown".
 """
 
-import json
 import re
 import time
 from contextlib import suppress
@@ -20,8 +19,10 @@ from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
 from ingot.plurals import count_of
+from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
 
+TAIL_BYTES = 200_000  # of the metrics, in which the last row with a loss is
 FRESH_SECONDS = 60.0  # a running run touches its owner's file every few seconds
 
 
@@ -91,14 +92,15 @@ def find_run(text: str) -> Path:
 
 def read_status(run: Path) -> Status:
     """All that is known about a run."""
-    rows = _tail(run / METRICS)
+    rows = read_json_lines(run / METRICS, TAIL_BYTES)
+    row: dict[str, Any] = next((row for row in reversed(rows) if "loss/train/total" in row), {})
     state = _state_by_folder(run)  # before asking the back end, which may take a while
     states = job_states(run)
     verb = launched_verb(run) or "train"
     return Status(
         state=state or _state_by_jobs(run, verb, states), verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
         checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=read_all_failures(run), jobs=states or {},
-        strikes=strikes(run, 1), row=rows, batch=int(rows.get("time/batch", 0)),
+        strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),
     )  # fmt: skip
 
 
@@ -135,20 +137,3 @@ def _state_by_jobs(run: Path, verb: str, states: dict[str, str] | None) -> str:
     if (run / STOP).exists():
         return "stopped by the file STOP"
     return "not running" if (run / METRICS).exists() or LaunchFolder(run).jobs() else "never started"
-
-
-def _tail(path: Path) -> dict[str, Any]:
-    """The last complete row that has a loss."""
-    if not path.is_file():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 200_000))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "loss/train/total" in row:
-            return row
-    return {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import disk_error
+from ingot.storage.json_lines import read_json_lines
 from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import METRICS
 
@@ -48,5 +49,4 @@ class MetricsFile(RunListener):
 
 def read_rows(folder: str | Path) -> list[Row]:
     """All rows of a run."""
-    with (Path(folder) / METRICS).open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return read_json_lines(Path(folder) / METRICS)

@@ -12,7 +12,7 @@ from ingot.cli.options import options_from
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.local import run_processes
-from ingot.launch.supervisor.local_ranks import Node
+from ingot.launch.supervisor.local_ranks import Node, count_gpus
 from ingot.launch.supervisor.node_agent import NodeAgent
 
 app = typer.Typer(add_completion=False)
@@ -30,8 +30,7 @@ def local(arguments: Arguments = None, dry_run: DryRun = False, **options: Any) 
       ingot launch local mpt-125m data=./my-data --profile cpu \\
         --processes-per-node 2
     """
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    run_here(make_training_spec(arguments, {"nodes": 1, "gpus_per_node": gpus, **options}), dry_run)
+    run_here(make_training_spec(arguments, {"nodes": 1, "gpus_per_node": count_gpus(), **options}), dry_run)
 
 
 def run_here(spec: LaunchSpec, dry_run: bool) -> None:

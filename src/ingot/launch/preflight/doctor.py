@@ -13,6 +13,7 @@ from ingot.launch.slurm.commands import host_names
 from ingot.launch.slurm.script import container_options, gpu_options, node_python
 from ingot.launch.spec import LaunchSpec, make_spec, read_spec
 from ingot.launch.supervisor.failure_log import node_name
+from ingot.launch.supervisor.local_ranks import count_gpus
 
 
 def check_nodes(run: Path | None, profile: str | None) -> int:
@@ -36,7 +37,7 @@ def check_nodes(run: Path | None, profile: str | None) -> int:
 
 def _plain_spec(profile: str | None) -> LaunchSpec:
     """Nodes as the profile describes them; without one, like this machine."""
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = count_gpus()
     values, _ = with_defaults({"profile": profile})
     if profile is None and values["profile"] == "tcp":
         values |= {"profile": "tcp" if gpus else "cpu", "gpus_per_node": gpus}

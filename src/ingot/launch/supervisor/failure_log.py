@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import FAILURES
 
 START = "start"
@@ -46,19 +47,7 @@ def read_all_failures(run: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(run: Path) -> list[dict[str, Any]]:
-    try:
-        text = (run / FAILURES).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in text.splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:  # cut off by a crash
-            continue
-        if isinstance(content, dict) and "kind" in content:
-            found.append(content)
-    return found
+    return [line for line in read_json_lines(run / FAILURES) if "kind" in line]
 
 
 def _append(run: Path, line: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ingot.errors import ConfigError
 from ingot.parallel.rank_env import DEFAULT_PORT
@@ -61,6 +62,11 @@ def find_node(
     if address is None or node_rank is None:
         raise ConfigError("several machines need --master_addr (the first machine's) and --node_rank (this one's)")
     return Node(processes, world, node, address, port or DEFAULT_PORT)
+
+
+def count_gpus() -> int:
+    """GPUs of this machine, without loading torch."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
