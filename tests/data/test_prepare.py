@@ -20,7 +20,6 @@ from ingot.cli.prepare import app, translate
 from ingot.config.data import SourceConfig
 from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
-from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.journal import SplitReport
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.pool import Progress, WorkerPool
@@ -28,6 +27,7 @@ from ingot.data.prepare.prepare import PrepareReport, prepare
 from ingot.data.prepare.scheduler import SplitJob
 from ingot.data.prepare.tokenize_engine import choose_engine
 from ingot.data.prepare.worker import Task
+from ingot.data.sources import pieces as sources
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import ConfigError, DataError, DiskError
@@ -225,7 +225,7 @@ def test_indexed_keeps_documents_and_several_keys(tokenizer: Tokenizer, tmp_path
 def test_a_huge_text_file_is_one_document(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ingot.data.prepare import documents
+    from ingot.data.sources import documents
 
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 20)
     text = "".join(f"{document(i)} " for i in range(20_000))
@@ -240,7 +240,7 @@ def test_a_huge_text_file_is_one_document(
 def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ingot.data.prepare import documents
+    from ingot.data.sources import documents
 
     monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 20)
     folder = tmp_path / "texts"
@@ -262,8 +262,8 @@ def test_a_dataset_of_the_hub_is_shared_among_workers(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its size is not known beforehand, which is no reason to take it for a small one."""
-    from ingot.data.prepare import hub
-    from ingot.data.prepare.input_files import hub_source
+    from ingot.data.sources import hub
+    from ingot.data.sources.input_files import hub_source
 
     started = []
     monkeypatch.setattr(hub, "_open", lambda dataset, subset, split, done: iter([{"text": t} for t in TEXTS][done:]))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from conftest import SENTENCES
 
-from ingot.data.prepare import pieces as sources
 from ingot.data.prepare.prepare import PrepareReport, prepare
 from ingot.data.prepare.worker import TokenizeWorker
+from ingot.data.sources import pieces as sources
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
 

@@ -19,12 +19,12 @@ import pytest
 import zstandard
 
 from ingot.cli.prepare_options import NEOX_DATASETS, read_request
-from ingot.data.prepare import documents, hub, input_files
-from ingot.data.prepare import pieces as sources
-from ingot.data.prepare.documents import TextBlock
-from ingot.data.prepare.input_files import find_files
 from ingot.data.prepare.options import PrepareOptions
-from ingot.data.prepare.pieces import plan_pieces, read_piece
+from ingot.data.sources import documents, hub, input_files
+from ingot.data.sources import pieces as sources
+from ingot.data.sources.documents import TextBlock
+from ingot.data.sources.input_files import find_files
+from ingot.data.sources.pieces import plan_pieces, read_piece
 from ingot.errors import DataError
 
 TEXTS = [f"Document {i}: naïve “quotes”, tab\t, newline\n, nul-free, 坩堝 {'x' * (i % 90)}" for i in range(200)]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ingot.cli.main import app
 from ingot.data.document_sample import DocumentSample
-from ingot.data.prepare import pieces
+from ingot.data.sources import pieces
 from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_report import measure_fit
 from ingot.data.tokenizer_training import train_tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.base import Section
-from ingot.data.prepare.input_files import hub_source
 from ingot.data.prepare.options import PrepareOptions, check_options
+from ingot.data.sources.input_files import hub_source
 from ingot.errors import DataError
 
 # Data sets that GPT-NeoX's prepare_data.py knows by name, and where it fetches them.

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingot.data.prepare.input_files import SourceFile, find_files
 from ingot.data.prepare.options import PrepareOptions
-from ingot.data.prepare.pieces import plan_pieces, read_piece
 from ingot.data.prepare.progress import follow
+from ingot.data.sources.input_files import SourceFile, find_files
+from ingot.data.sources.pieces import plan_pieces, read_piece
 from ingot.errors import DataError
 from ingot.storage.byte_sizes import format_bytes
 

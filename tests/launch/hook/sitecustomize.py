@@ -43,8 +43,8 @@ if FAULT and program and socket.gethostname() == FAULT["node"]:
 
 HOLD = os.environ.get("INGOT_TEST_HOLD")
 if HOLD and "prepare" in sys.orig_argv and "launch" not in sys.orig_argv:
-    from ingot.data.prepare import pieces as sources
     from ingot.data.prepare.worker import TokenizeWorker
+    from ingot.data.sources import pieces as sources
 
     sources.PIECE_BYTES = 4_000
     plain_tokenize = TokenizeWorker.tokenize

@@ -11,7 +11,7 @@ from ingot.cli.launch.common import PANELS, SLURM_PREPARE, DryRun, print_notes
 from ingot.cli.launch.slurm import submit
 from ingot.cli.options import options_from
 from ingot.cli.prepare import read_arguments
-from ingot.data.prepare.input_files import find_files
+from ingot.data.sources.input_files import find_files
 from ingot.launch.build_spec import preparation_spec
 from ingot.launch.spec import LaunchSpec
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingot.data.prepare.input_files import find_files
 from ingot.data.prepare.options import PrepareOptions, check_options, takes_options
 from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
+from ingot.data.sources.input_files import find_files
 from ingot.storage.byte_sizes import format_bytes
 
 if TYPE_CHECKING:  # imports that take a tenth of a second happen while the workers start

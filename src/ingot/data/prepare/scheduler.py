@@ -21,13 +21,13 @@ import numpy as np
 
 from ingot.data.formats import indexed_writer as indexed
 from ingot.data.formats import mds_writer as mds
-from ingot.data.prepare.input_files import SourceFile
 from ingot.data.prepare.journal import Journal, SplitReport, Target, is_empty
 from ingot.data.prepare.packing import PackingPlan, ShardPlan, make_packer, part_paths
-from ingot.data.prepare.pieces import Piece, plan_pieces
 from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
 from ingot.data.prepare.worker import DocumentStats, Task
+from ingot.data.sources.input_files import SourceFile
+from ingot.data.sources.pieces import Piece, plan_pieces
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, IngotError, disk_error
 from ingot.storage.atomic import write_json

@@ -21,11 +21,11 @@ import xxhash
 
 from ingot.data.formats import mds_writer as mds
 from ingot.data.formats.indexed_writer import copy_into
-from ingot.data.prepare.documents import TextBlock
 from ingot.data.prepare.packing import PackingPlan, ShardPlan, part_paths
-from ingot.data.prepare.pieces import Piece, read_piece
 from ingot.data.prepare.pool import Progress
 from ingot.data.prepare.tokenize_engine import Engine, pick_engine
+from ingot.data.sources.documents import TextBlock
+from ingot.data.sources.pieces import Piece, read_piece
 from ingot.errors import DataError, IngotError, disk_error
 
 LONGEST = 5  # documents named in the summary

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.evaluation import TaskConfig
-from ingot.data.prepare.input_files import open_raw
+from ingot.data.sources.input_files import open_raw
 from ingot.errors import DataError
 from ingot.storage.object_store import is_url
 

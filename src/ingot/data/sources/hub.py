@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ingot.data.prepare.documents import TextBatch, TextBlock, text_of
-from ingot.data.prepare.input_files import HUB
 from ingot.data.prepare.options import PrepareOptions
+from ingot.data.sources.documents import TextBatch, TextBlock, text_of
+from ingot.data.sources.input_files import HUB
 from ingot.errors import DataError, MissingExtra
 
 _RETRIES = 8

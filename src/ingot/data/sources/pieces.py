@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from ingot.data.prepare import documents
-from ingot.data.prepare.documents import TextBlock
-from ingot.data.prepare.hub import read_hub
-from ingot.data.prepare.input_files import (
+from ingot.data.prepare.options import PrepareOptions
+from ingot.data.sources import documents
+from ingot.data.sources.documents import TextBlock
+from ingot.data.sources.hub import read_hub
+from ingot.data.sources.input_files import (
     READ_BYTES,
     Guarded,
     SourceFile,
@@ -27,8 +28,7 @@ from ingot.data.prepare.input_files import (
     open_raw,
     starts_with_line_of_json,
 )
-from ingot.data.prepare.options import PrepareOptions
-from ingot.data.prepare.table_readers import column_bytes, open_parquet, read_batches, read_csv, read_json_values
+from ingot.data.sources.table_readers import column_bytes, open_parquet, read_batches, read_csv, read_json_values
 from ingot.errors import DataError
 
 PIECE_BYTES = documents.BLOCK_BYTES

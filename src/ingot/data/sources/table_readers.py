@@ -10,10 +10,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from ingot.data.prepare import documents
-from ingot.data.prepare.documents import TextBatch, TextBlock, text_of
-from ingot.data.prepare.input_files import READ_BYTES, open_raw
 from ingot.data.prepare.options import PrepareOptions
+from ingot.data.sources import documents
+from ingot.data.sources.documents import TextBatch, TextBlock, text_of
+from ingot.data.sources.input_files import READ_BYTES, open_raw
 from ingot.errors import DataError
 from ingot.storage.object_store import is_url
 

@@ -15,8 +15,8 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from ingot.data.prepare.input_files import READ_BYTES, open_raw
 from ingot.data.prepare.options import PrepareOptions
+from ingot.data.sources.input_files import READ_BYTES, open_raw
 
 BLOCK_BYTES = 8 << 20
 
