@@ -5,12 +5,9 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "docs"))
 from commands import blocks, missing_line, run
 
 ROOT = Path(__file__).parent.parent

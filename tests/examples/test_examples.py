@@ -10,14 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster import Cluster, cluster
 
 from ingot.data.loading.inspect import describe, find_splits
 from ingot.launch.spec import read_spec
 from ingot.migrate import load_run_config
 from ingot.report.metrics_file import read_rows
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
-from cluster import Cluster, cluster
 
 __all__ = ["cluster"]
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

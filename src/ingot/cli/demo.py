@@ -59,4 +59,8 @@ def _ingot(*arguments: str) -> None:
     from ingot.cli.main import app as ingot
 
     print(f"\n$ ingot {shlex.join(arguments)}")
-    ingot(list(arguments), prog_name="ingot", standalone_mode=False)
+    try:
+        ingot(list(arguments), prog_name="ingot", standalone_mode=False)
+    except SystemExit as end:  # how train reports its result
+        if end.code:
+            raise

@@ -38,9 +38,9 @@ def _extra(name: str, requirements: tuple[str, ...]) -> CheckResult:
 
 
 def _python() -> CheckResult:
-    if (3, 11) <= sys.version_info[:2] <= (3, 12):
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
         return CheckResult("python", "ok", platform.python_version())
-    return CheckResult("python", "fail", platform.python_version(), "use Python 3.11 or 3.12")
+    return CheckResult("python", "fail", platform.python_version(), "use Python 3.11, 3.12 or 3.13")
 
 
 def _torch() -> list[CheckResult]:

@@ -32,7 +32,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 def why_no_cudnn(device: torch.device, heads: int, groups: int, width: int) -> str | None:
     """Why cuDNN's deterministic attention cannot run here; None if it can."""
     if find_spec("cudnn") is None:
-        return "nvidia-cudnn-frontend is not installed"
+        return "nvidia-cudnn-frontend is not installed (pip install 'nvidia-cudnn-frontend>=1.15')"
     if width % 8 or width > 128:
         return f"cuDNN takes heads of 8, 16, ... 128 features, not {width}"
     generator = torch.Generator(device).manual_seed(0)
