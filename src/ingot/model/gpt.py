@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from ingot.config.model import ModelConfig
 from ingot.model.activation_checkpointing import run_checkpointed
 from ingot.model.attention import Attend, Attention, AttentionOp, KVCache, SdpaAttention, rotary_tables
+from ingot.model.branch_attention import TokenRows
 from ingot.model.dropout import BlockKeys, ModelKeys, dropout, model_keys
 from ingot.model.mlp import MLP
 from ingot.model.norm import make_norm
 
 IGNORE = -100  # a label that takes no part in the loss
+LOGIT_ROWS = 2048  # scored tokens whose logits [P, V] exist at a time
 
 
 class Block(nn.Module):
@@ -84,6 +86,19 @@ class CrossEntropy(nn.Module):
         logits = F.linear(hidden, weight)[..., : self.vocab_size].float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
+    def token_scores(self, hidden: Tensor, weight: Tensor, rows: TokenRows) -> Tensor:
+        """Of each scored token its log-probability, the largest probability there, and the first token that has it,
+        [P, 3] in fp32."""
+        scored = hidden[rows.line, rows.column]  # [P, d]
+        parts = zip(scored.split(LOGIT_ROWS), rows.targets.split(LOGIT_ROWS), strict=True)
+        return torch.cat([self._judge(part, weight, targets) for part, targets in parts])
+
+    def _judge(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight)[:, : self.vocab_size].float()  # [P, V]
+        total = logits.logsumexp(1)
+        own = logits.gather(1, targets[:, None])[:, 0]
+        return torch.stack([own - total, (logits.amax(1) - total).exp(), logits.argmax(1).float()], 1)
+
 
 class GPT(nn.Module):
     """Token ids [B, T] to logits [B, T, V].
@@ -131,6 +146,11 @@ class GPT(nn.Module):
         """The summed cross-entropy, a scalar. `positions` [T] are given where a rank holds a part of each sequence,
         `sequence_keys` [B] determine the dropout of each sequence."""
         return self.loss_fn(self.hidden_states(tokens, None, positions, sequence_keys), self.output_weight, labels)
+
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        """What the model makes of the scored tokens, [P, 3]: see `CrossEntropy.token_scores`."""
+        hidden = self.hidden_states(rows.tokens, positions=rows.position if rows.has_branches else None)
+        return self.loss_fn.token_scores(hidden, self.output_weight, rows)  # type: ignore[operator]
 
     @property
     def activation_checkpointing(self) -> str | None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ingot.config.model import ModelConfig
 from ingot.model import kernels
+from ingot.model.branch_attention import TokenRows
 from ingot.model.gpt import GPT
 from ingot.model.init import build_model
 
@@ -38,6 +39,10 @@ class LossModel(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor, sequence_keys: Tensor | None = None) -> Tensor:
         return self.gpt.loss(tokens, labels, None, sequence_keys)
 
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        """What the model makes of the scored tokens, [P, 3]: see `CrossEntropy.token_scores`."""
+        return self.gpt.token_scores(rows)
+
 
 def build_loss_model(config: ModelConfig, seed: int, options: BuildOptions) -> tuple[LossModel, list[str]]:
     """The whole model on one process, with its initial weights, and notes for the user.
@@ -48,6 +53,13 @@ def build_loss_model(config: ModelConfig, seed: int, options: BuildOptions) -> t
     gpt.activation_checkpointing = options.activation_checkpointing
     notes = kernels.attach(gpt, device=options.device, precision=options.precision)
     return LossModel(gpt), notes
+
+
+def uncompiled(root: LossModel) -> AbstractContextManager:
+    """Run compiled blocks as they are: rows of questions have shapes and masks of their own."""
+    if any(block._compiled_call_impl is not None for block in root.gpt.blocks.values()):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def compile_model(root: LossModel) -> None:

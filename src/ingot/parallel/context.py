@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ingot.model.attention import Attend, AttentionOp
+from ingot.model.branch_attention import BranchAttention, TokenRows
 from ingot.model.gpt import GPT
 from ingot.parallel.build import LossModel
 from ingot.parallel.collectives import all_gather
@@ -20,6 +21,7 @@ class SequenceCut:
 
     def __init__(self, mesh: ParallelMesh, seq_len: int):
         assert mesh.context is not None
+        self.mesh = mesh
         self.group = mesh.context.get_group()
         parts = mesh.layout.context
         chunk = seq_len // (2 * parts)
@@ -28,6 +30,10 @@ class SequenceCut:
         self.positions = owned[mesh.context_rank]  # [T]
         self.ends = tuple(int(p[-1]) + 1 for p in self.positions.view(2, chunk))  # keys that each chunk may see
         self.order = torch.cat(owned).argsort()  # gathered keys back into the order of the sequence
+
+    def of_length(self, seq_len: int) -> "SequenceCut":
+        """How sequences of another length are cut."""
+        return self if seq_len == len(self.order) else SequenceCut(self.mesh, seq_len)
 
     def take(self, tokens: Tensor) -> Tensor:
         """[B, S] to this process's [B, T]."""
@@ -47,6 +53,13 @@ class ContextLossModel(LossModel):
 
     def forward(self, tokens: Tensor, labels: Tensor, sequence_keys: Tensor | None = None) -> Tensor:
         return self.gpt.loss(self.cut.take(tokens), self.cut.take(labels), self.cut.positions, sequence_keys)
+
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        """Zero for the tokens that are predicted on other processes."""
+        own, here = rows.take(self.cut.of_length(rows.tokens.shape[1]).positions)
+        scores = torch.zeros(len(here), 3, device=here.device)
+        scores[here] = self.gpt.token_scores(own)
+        return scores
 
 
 class GatheredAttention:
@@ -73,3 +86,14 @@ class GatheredAttend:
             for attend, part, end in zip(self.chunks, q.chunk(2, 2), self.cut.ends, strict=True)
         ]
         return torch.cat(parts, 2)  # [B, H, T, D]
+
+
+class GatheredBranchAttention:
+    """Attention of this process's part of rows of questions over the keys and values of all processes."""
+
+    def __init__(self, inner: BranchAttention, cut: SequenceCut):
+        self.inner, self.cut = inner, cut
+
+    def prepare(self, new: int, total: int, device: torch.device, documents: Tensor | None = None) -> Attend:
+        attend = self.inner.prepare(new, total, device)
+        return lambda q, k, v, keys: attend(q, self.cut.gather(k), self.cut.gather(v), keys)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ingot.model.kernels.bf16_weights import GatheredWeight
@@ -48,6 +48,9 @@ def shard_weights(root: LossModel, mesh: ParallelMesh, precision: str, reshard_a
     for block in root.gpt.blocks.values():
         fully_shard(block, mesh=mesh.fsdp, mp_policy=blocks, reshard_after_forward=reshard_after_forward)
     fully_shard(root, mesh=mesh.fsdp, mp_policy=rest, reshard_after_forward=False)
+    for name in ("token_scores", "stage_scores"):
+        if hasattr(root, name):
+            register_fsdp_forward_method(root, name)
     for module in sharded_modules([root]):
         if mesh.fsdp.size() == 1:
             module.set_custom_reduce_scatter(_NoReduction())

@@ -5,6 +5,7 @@ its loss run inside the FSDP2 module like all other layers. A tied embedding has
 stage, whose gradients are added before each update, so both copies stay equal.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from ingot.config.model import ModelConfig
+from ingot.model.branch_attention import TokenRows
 from ingot.model.gpt import GPT
 from ingot.model.precision import COMPUTE_DTYPES
 from ingot.parallel.build import LossModel
@@ -66,6 +68,14 @@ class PipelineStage(LossModel):
                 x = self.gpt.embed(x, self.positions, keys)
             x = self.gpt.transform(x, self.positions, keys=keys)
             return self.gpt.loss_fn(x, self.gpt.output_weight, labels).view(1) if self.last else x
+
+    def stage_scores(self, x: Tensor, rows: TokenRows) -> Tensor:
+        """Tokens or hidden states in, hidden states or the scores [P, 3] out."""
+        dtype = COMPUTE_DTYPES.get(self.precision)
+        with torch.autocast(x.device.type, dtype=dtype) if dtype is not None else nullcontext():
+            x = self.gpt.embed(x, rows.position) if self.first else x
+            x = self.gpt.transform(x, rows.position)
+            return self.gpt.loss_fn.token_scores(x, self.gpt.output_weight, rows) if self.last else x  # type: ignore[operator]
 
 
 class _TorchStage(pipelining.PipelineStage):
@@ -123,22 +133,40 @@ class Pipeline:
         while late stages work on this one.
         """
         tokens, labels = self._take(tokens), self._take(labels)
-        x, loss = tokens, torch.zeros((), device=self.mesh.device)
+        found = self._walk(tokens, lambda stage, x: stage(x, labels))
+        return torch.zeros((), device=self.mesh.device) if found is None else found.sum()
+
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        """What the model makes of the scored tokens [P, 3], zero except at the last stage, and there for the tokens
+        that are predicted on other processes."""
+        own, here = rows, torch.ones_like(rows.targets, dtype=torch.bool)
+        if self.cut is not None:
+            own, here = rows.take(self.cut.of_length(rows.tokens.shape[1]).positions)
+        found = self._walk(own.tokens, lambda stage, x: stage.stage_scores(x, own))
+        scores = torch.zeros(len(here), 3, device=self.mesh.device)
+        if found is not None:
+            scores[here] = found
+        return scores
+
+    def _walk(self, tokens: Tensor, run: Callable[[PipelineStage, Tensor], Tensor]) -> Tensor | None:
+        """Run the stages of this rank on [B, T] in turn. Return what the last stage of the pipeline makes, if it is
+        here."""
+        x, found = tokens, None
         for index in range(self.count):
             stage = next((s for s in self.stages if s.index == index), None)
             if stage is None:
                 continue
             if not stage.first and (source := self._rank_of(index - 1)) != dist.get_rank():
-                time = len(stage.positions) // self.mesh.layout.tensor
+                time = tokens.shape[1] // self.mesh.layout.tensor
                 x = torch.empty(len(tokens), time, stage.gpt.config.d_model, device=self.mesh.device)
                 dist.recv(x, source)
                 x = x.to(stage.gpt.residual_dtype or x.dtype)  # as in training; gloo and its peers send fp32
-            x = stage(x, labels)
+            x = run(stage, x)
             if stage.last:
-                loss = x.sum()
+                found = x
             elif (target := self._rank_of(index + 1)) != dist.get_rank():
                 dist.send(x.float().contiguous(), target)
-        return loss
+        return found
 
     def stage_rank_of(self, index: int) -> int:
         """The pipeline rank that holds a stage."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ingot.model.attention import SdpaAttention
+from ingot.model.branch_attention import TokenRows
 from ingot.model.gpt import GPT, IGNORE, CrossEntropy
 from ingot.parallel.collectives import all_gather, all_reduce, reduce_scatter, shared, sum_over
 from ingot.parallel.mesh import ParallelMesh
@@ -128,6 +129,25 @@ class VocabParallelCrossEntropy(CrossEntropy):
         logits = F.linear(hidden, weight.to_local()).float().flatten(0, 1)  # [B T, V/tensor]
         first = self.rank * logits.shape[1]
         return _CrossEntropyFunction.apply(logits, labels.flatten(), first, self.vocab_size, self.group)
+
+    def token_scores(self, hidden: Tensor, weight: Tensor, rows: TokenRows) -> Tensor:
+        return super().token_scores(all_gather(hidden, 1, self.group), weight, rows)
+
+    def _judge(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        assert isinstance(weight, DTensor)
+        logits = F.linear(hidden, weight.to_local()).float()  # [P, V/tensor]
+        first = self.rank * logits.shape[1]
+        columns = torch.arange(first, first + logits.shape[1], device=logits.device)
+        logits = logits.masked_fill(columns >= self.vocab_size, float("-inf"))
+        top = logits.amax(1)
+        highest = all_reduce(top, self.group, "max")
+        total = all_reduce((logits - highest[:, None]).exp().sum(1), self.group).log()
+        own = (targets >= first) & (targets < first + logits.shape[1])
+        column = torch.where(own, targets - first, 0)
+        target = torch.where(own, logits.gather(1, column[:, None])[:, 0] - highest, 0.0)
+        best = torch.where(top == highest, (logits.argmax(1) + first).float(), float("inf"))  # the first, if equal
+        log_prob = all_reduce(target, self.group) - total
+        return torch.stack([log_prob, (-total).exp(), all_reduce(best, self.group, "min")], 1)
 
 
 class _CrossEntropyFunction(torch.autograd.Function):

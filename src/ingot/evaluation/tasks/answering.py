@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from ingot.config.evaluation import TaskConfig
 from ingot.data.tokenizer import Tokenizer
-from ingot.evaluation.tasks.attention import PADDING, BranchAttention
 from ingot.evaluation.tasks.prompts import Question
 from ingot.model.attention import KVCache
+from ingot.model.branch_attention import PADDING, BranchAttention
 from ingot.model.gpt import GPT
 from ingot.model.precision import autocast, compute_dtype
 

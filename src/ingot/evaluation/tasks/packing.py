@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ingot.evaluation.tasks.attention import PADDING
 from ingot.evaluation.tasks.prompts import PromptRow
+from ingot.model.branch_attention import PADDING
 
 _ROUND = 64  # row lengths are multiples of this: few shapes, which compilers and allocators like
 _SHORTEST = 256  # rows are filled up to at least this many tokens

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ingot.evaluation.tasks.attention import BranchAttention
 from ingot.evaluation.tasks.packing import PackedBatch, make_unit, pack
 from ingot.evaluation.tasks.prompts import PromptRow
+from ingot.model.branch_attention import BranchAttention
 from ingot.model.gpt import GPT
 from ingot.model.precision import autocast
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
+from ingot.model.branch_attention import TokenRows
 from ingot.model.dropout import sequence_keys
 from ingot.model.shapes import is_matrix
 from ingot.parallel.coordinator import Coordinator
@@ -119,6 +120,10 @@ class Executor(Protocol):
 
     def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
         """This rank's share of the summed loss of its own [B, T] tokens, within `evaluating`."""
+
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        """This rank's share of what the model makes of the scored tokens of its own rows, within `evaluating`: [P, 3],
+        see `CrossEntropy.token_scores`. Ranks with the same part of a batch pass the same rows; others may pass any."""
 
     # --- reductions: the result is the same on all ranks
 

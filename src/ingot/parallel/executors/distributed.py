@@ -5,7 +5,7 @@ One process may run this as well (`parallel.shard=1`): the same program on a wor
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -16,11 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
+from ingot.model.attention import AttentionOp
+from ingot.model.branch_attention import BranchAttention, TokenRows, attending_by
 from ingot.model.init import init_weight
 from ingot.model.kernels import refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import parameter_shapes
 from ingot.parallel import fsdp
+from ingot.parallel.build import uncompiled
+from ingot.parallel.context import GatheredBranchAttention, SequenceCut
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import fill, gather, local
 from ingot.parallel.executors.base import (
@@ -146,6 +150,31 @@ class Distributed:
             return self.pipeline.evaluate(inputs, targets)
         with autocast(self.config.precision, self.device):
             return self.roots[0](inputs, targets)
+
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        layout = self.layout
+        rows = rows.padded(layout.tensor * (2 * layout.context if layout.context > 1 else 1))
+        with ExitStack() as stack:
+            for root in self.roots:
+                if rows.has_branches:
+                    stack.enter_context(attending_by(root.gpt, self._branch_attention(rows)))
+                stack.enter_context(uncompiled(root))
+            if self.pipeline is not None:
+                return self.pipeline.token_scores(rows)
+            with autocast(self.config.precision, self.device):
+                return self.roots[0].token_scores(rows)
+
+    def _branch_attention(self, rows: TokenRows) -> AttentionOp:
+        """Attention of this rank's heads, and of its part of each row."""
+        heads = self.config.model.n_heads // self.layout.tensor
+        first = heads * self.mesh.tensor_rank
+        op = BranchAttention(self.config.model, slice(first, first + heads))
+        if self.mesh.context is None:
+            op.place(rows.question, rows.branch, rows.position)
+            return op
+        cut = SequenceCut(self.mesh, rows.tokens.shape[1])
+        op.place(rows.question, rows.branch, rows.position, cut.positions)
+        return GatheredBranchAttention(op, cut)
 
     # --- reductions
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
+from ingot.model.branch_attention import BranchAttention, TokenRows, attending_by
 from ingot.model.kernels import hold_copies, refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import flops_per_token, parameter_shapes
-from ingot.parallel.build import LossModel, compile_model
+from ingot.parallel.build import LossModel, compile_model, uncompiled
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.parallel.executors.base import (
     MemoryUse,
@@ -162,6 +163,15 @@ class SingleProcess:
     def loss_sum(self, tokens: np.ndarray, labels: np.ndarray) -> Tensor:
         with autocast(self.config.precision, self.device):
             return self.model(to_device(tokens, self.device), to_device(labels, self.device))
+
+    def token_scores(self, rows: TokenRows) -> Tensor:
+        gpt = self.model.gpt
+        op = gpt.attention_op
+        if rows.has_branches:
+            op = BranchAttention(gpt.config)
+            op.place(rows.question, rows.branch, rows.position)
+        with attending_by(gpt, op), uncompiled(self.model), autocast(self.config.precision, self.device):
+            return self.model.token_scores(rows)
 
     # --- reductions over one process
 
