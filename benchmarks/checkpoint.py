@@ -33,9 +33,9 @@ from ingot.checkpoint.remote_copy import newest_good
 from ingot.checkpoint.store import CHECKPOINTS, CheckpointTensors
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
-from ingot.parallel.build import BuildOptions, build_loss_model
 from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import local, local_offsets
+from ingot.parallel.loss_model import BuildOptions, build_loss_model
 from ingot.parallel.rank_env import find_rank_env
 from ingot.parallel.rendezvous import join_world, leave_world
 from ingot.training.optimizer import Optimizer

@@ -244,7 +244,7 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
     from ingot.config.model import ModelConfig
     from ingot.model.init import build_model
     from ingot.model.kernels import attach
-    from ingot.parallel.build import LossModel, compile_model
+    from ingot.parallel.loss_model import LossModel, compile_model
 
     config = ModelConfig(
         d_model=256, n_heads=4, n_layers=2, vocab_size=1000, max_seq_len=200, positions=positions, **more

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_iter
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.errors import ConfigError
-from ingot.parallel.build import BuildOptions
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import scale_gradients, squared_norm
 from ingot.parallel.fsdp import before_microbatch
 from ingot.parallel.layout import Layout
+from ingot.parallel.loss_model import BuildOptions
 from ingot.parallel.parallelize import ParallelModel, parallelize
 
 

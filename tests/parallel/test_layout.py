@@ -198,7 +198,7 @@ def test_a_process_finds_its_place_under_torchrun_and_srun() -> None:
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}  # not started by srun: alone
     assert find_rank_env(batch_script) == RankEnv()
     assert find_rank_env({}) == RankEnv()
-    with pytest.raises(ConfigError, match="RANK=9 is no rank of a world of 8"):
+    with pytest.raises(ConfigError, match="RANK=9 is out of range for WORLD_SIZE=8"):
         find_rank_env(torchrun | {"RANK": "9"})
     with pytest.raises(ConfigError, match="'eight' is not a number"):
         find_rank_env(torchrun | {"WORLD_SIZE": "eight"})

@@ -10,12 +10,12 @@ from ingot.config.load import validate
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
-from ingot.parallel.build import BuildOptions, build_loss_model
 from ingot.parallel.executors import single
 from ingot.parallel.executors.base import squared_norm
 from ingot.parallel.executors.device import peak_flops
 from ingot.parallel.executors.oom import OutOfMemory
 from ingot.parallel.executors.single import SingleProcess
+from ingot.parallel.loss_model import BuildOptions, build_loss_model
 from ingot.training.loss_scale import LossScale
 from ingot.training.optimizer import Optimizer
 from ingot.training.step import StepResult, train_step

@@ -15,9 +15,9 @@ from ingot.data.tokenizer import load_tokenizer
 from ingot.errors import ConfigError
 from ingot.evaluation.validation import Evaluation, evaluate
 from ingot.model.kernels import attach
-from ingot.parallel.build import LossModel
 from ingot.parallel.executors.device import choose_device
 from ingot.parallel.executors.single import SingleProcess
+from ingot.parallel.loss_model import LossModel
 
 
 def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]:

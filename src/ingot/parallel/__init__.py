@@ -1,1 +1,1 @@
-"""The device mesh, and how a model is spread over it."""
+"""Runs a model on one process or many: executors, device mesh, layouts, memory estimate."""

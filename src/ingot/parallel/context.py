@@ -11,8 +11,8 @@ from torch import Tensor
 from ingot.model.attention import Attend, AttentionOp
 from ingot.model.branch_attention import BranchAttention, TokenRows
 from ingot.model.gpt import GPT
-from ingot.parallel.build import LossModel
 from ingot.parallel.collectives import all_gather
+from ingot.parallel.loss_model import LossModel
 from ingot.parallel.mesh import ParallelMesh
 
 

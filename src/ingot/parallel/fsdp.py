@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ingot.model.kernels.bf16_weights import GatheredWeight
 from ingot.model.kernels.fp8 import Fp8Linear
 from ingot.model.precision import COMPUTE_DTYPES
-from ingot.parallel.build import LossModel
+from ingot.parallel.loss_model import LossModel
 from ingot.parallel.mesh import ParallelMesh
 
 ALIGNMENT = 64  # elements between the starts of gradient buffers, for the kernels that write them

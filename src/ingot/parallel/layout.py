@@ -84,7 +84,7 @@ def problems(
     if layout.data > batch:
         yield (
             f"{layout.data} data-parallel processes cannot share a global_train_batch_size of {batch}; "
-            f"{layout.data} or more would do"
+            f"set it to at least {layout.data}"
         )
     t, c = layout.tensor, layout.context
     if t > 1:

@@ -81,7 +81,7 @@ def estimate_memory(m: ModelConfig, layout: Layout, parallel: ParallelConfig, wo
     tokens = work.micro * work.seq_len / layout.context
     heads, groups, f = m.n_heads * m.head_width, m.kv_heads * m.head_width, m.ffn_width
     gated = m.activation == "swiglu"
-    # the residual stream is narrow in bf16, not in fp16
+    # bf16 runs keep the residual stream in bf16, fp16 runs keep it in fp32
     residual, gathered_input = (2 if work.precision in ("bf16", "fp8") else 4) * m.d_model / t, 2 * half * m.d_model
     products = half * (heads + 2 * groups + heads + f * (2 if gated else 1)) / t  # of matrix products, attention
     turned = half * (heads + groups) / t if m.positions == "rotary" or m.qk_ln else 0

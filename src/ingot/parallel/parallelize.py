@@ -15,10 +15,10 @@ from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.model import kernels
 from ingot.model.gpt import GPT
-from ingot.parallel.build import BuildOptions, LossModel, compile_model
 from ingot.parallel.context import ContextLossModel, GatheredAttention, SequenceCut
 from ingot.parallel.fsdp import connect_kernels, shard_weights
 from ingot.parallel.layout import STAGES_PER_RANK, Layout
+from ingot.parallel.loss_model import BuildOptions, LossModel, compile_model
 from ingot.parallel.mesh import ParallelMesh
 from ingot.parallel.pipeline import Pipeline, PipelineStage, layers_of, stages_of
 from ingot.parallel.tensor import shard_tensors

@@ -20,10 +20,10 @@ from ingot.config.model import ModelConfig
 from ingot.model.branch_attention import TokenRows
 from ingot.model.gpt import GPT
 from ingot.model.precision import COMPUTE_DTYPES
-from ingot.parallel.build import LossModel
 from ingot.parallel.context import SequenceCut
 from ingot.parallel.dtensor import local
 from ingot.parallel.layout import STAGES_PER_RANK
+from ingot.parallel.loss_model import LossModel
 from ingot.parallel.mesh import ParallelMesh
 
 SCHEDULES: dict[str, Any] = {

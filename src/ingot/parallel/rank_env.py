@@ -44,7 +44,7 @@ def find_rank_env(env: Mapping[str, str] = os.environ) -> RankEnv:
         port = 20000 + _integer(env, "SLURM_JOB_ID") % 10000
     place = RankEnv(**number, address=address, port=port)
     if not 0 <= place.rank < place.world:
-        raise ConfigError(f"{names['rank']}={place.rank} is no rank of a world of {place.world} ({names['world']})")
+        raise ConfigError(f"{names['rank']}={place.rank} is out of range for {names['world']}={place.world}")
     return place
 
 

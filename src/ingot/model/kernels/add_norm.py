@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False
-"""A residual addition and the norm after it, on a GPU, in Triton: each tensor is read once and written once.
+"""Residual addition and the norm after it in one Triton kernel: each tensor is read once and written once.
 
-Backward, one kernel adds the gradient that comes by the residual stream and sums down the rows for the three vectors
-whose gradients are such sums: the norm's weight and bias, and the bias of the layer whose output was added. The
-compiler makes three kernels of that, which read 8 tensors where this one reads 3.
+The backward kernel adds the gradient of the residual stream and sums over the rows for the three vectors whose
+gradients are such sums: the norm's weight and bias, and the bias of the layer whose output was added. The compiler
+generates three kernels for this, which read 8 tensors where this one reads 3.
 
-Statistics and sums are in fp32. The sum is rounded to the type of the residual stream before it is normalised, as it is
-without this kernel.
+Statistics and sums are in fp32. x + y is rounded to the dtype of the residual stream before it is normalized, exactly
+as in the reference.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library, nn
 
-STAGES = 3  # rows that a program of the backward pass has under way: what makes it as fast as memory
+STAGES = 3  # rows that a backward program prefetches: enough to reach memory bandwidth
 
 
 @triton.jit
 def _sum(x_in, y_in, total, at, inside, ADD: tl.constexpr):
-    """Some columns of x + y, as they are kept."""
+    """A block of columns of x + y, rounded to the dtype it is stored in."""
     x = tl.load(x_in + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(y_in + at, mask=inside, other=0.0).to(tl.float32)
@@ -42,7 +42,7 @@ def _scale(x, weight, bias, column, inside, BIAS: tl.constexpr):
 @triton.jit
 def _norm_kernel(x_in, y_in, weight, bias, total, out, stats, width, eps, ADD: tl.constexpr, BIAS: tl.constexpr,
                  CENTRE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):  # fmt: skip
-    """One row: its first MAIN columns, and the rest where the width is no power of two, which blocks must be."""
+    """One row: its first MAIN columns, then REST more (block sizes must be powers of two, the width need not be)."""
     row = tl.program_id(0).to(tl.int64)
     main = tl.arange(0, MAIN)
     at = row * width + main
@@ -74,7 +74,7 @@ def _norm_kernel(x_in, y_in, weight, bias, total, out, stats, width, eps, ADD: t
 
 @triton.jit
 def _slopes(d_out, d_total, total, at, inside, mean, spread):
-    """Some columns of the gradient of the norm, of the sum normalised, and of the gradient of the sum."""
+    """A block of columns: gradient of the norm, normalized sum, and gradient of the sum."""
     g = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
     past = tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
@@ -84,7 +84,7 @@ def _slopes(d_out, d_total, total, at, inside, mean, spread):
 @triton.jit
 def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows, width, tall, CENTRE: tl.constexpr,
                           MAIN: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """A program goes down `tall` rows; its three sums go to sums [3, programs, width]."""
+    """Each program handles `tall` rows and writes its three partial sums to sums [3, programs, width]."""
     main = tl.arange(0, MAIN)
     w = tl.load(weight + main)
     by_weight = tl.zeros([MAIN], tl.float32)
@@ -134,7 +134,7 @@ def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows,
 
 
 def _plan(width: int) -> tuple[int, int, int]:
-    """MAIN, REST, and the warps for a row: on an H200 within 3% of the fastest for widths from 768 to 4096."""
+    """MAIN, REST and warps per row: within 3% of the fastest on an H200 for widths from 768 to 4096."""
     main = 1 << (width.bit_length() - 1)
     rest = width - main
     return main, 1 << (rest - 1).bit_length() if rest else 0, min(32, max(1, main // 512))
@@ -144,8 +144,7 @@ def _plan(width: int) -> tuple[int, int, int]:
 def _add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + y (empty where there is no y), its norm, and the mean (if it is taken off) and 1 / deviation of each row;
-    x, y [n, d]."""
+    """x + y (empty without y), its norm, and each row's mean (if subtracted) and reciprocal deviation; x, y [n, d]."""
     rows, width = x.shape
     main, rest, warps = _plan(width)
     total = torch.empty_like(x) if y is not None else x.new_empty(0)
@@ -166,7 +165,7 @@ def _(
 
 
 def _programs(total: Tensor) -> int:
-    """Programs of the backward pass: as many as the device runs at once, or nearly."""
+    """The number of backward programs: about as many as the device runs at once."""
     device, warps = total.device, _plan(total.shape[1])[2]
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return max(1, min(8, 16 // warps)) * processors
@@ -176,7 +175,7 @@ def _programs(total: Tensor) -> int:
 def _add_norm_backward(
     d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centre: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x and of y, and parts of the sums for the norm's weight and bias and for y's bias."""
+    """The gradient of x and y, and partial sums for the norm's weight and bias and for y's bias."""
     rows, width = total.shape
     main, rest, warps = _plan(width)
     programs = _programs(total)
@@ -184,7 +183,7 @@ def _add_norm_backward(
     _norm_backward_kernel[(programs,)](
         d_out, d_total, total, stats, weight, d_x, sums, rows, width, triton.cdiv(rows, programs), centre, main, rest,
         STAGES if width <= 8192 else 1, num_warps=warps,
-    )  # fmt: skip  # beyond that width the rows under way are more than a multiprocessor holds
+    )  # fmt: skip  # wider rows would not fit in a multiprocessor's shared memory when prefetched
     return d_x, sums
 
 
@@ -228,8 +227,8 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(
     norm: nn.Module, x: Tensor, y: Tensor | None = None, y_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + y, or x itself, and its norm, both in x's type. `y_bias` is a bias that was added to y by a layer that leaves
-    its gradient to us."""
+    """x + y, or x itself, and its norm, both in x's dtype. `y_bias` is a bias already added to y by a layer that leaves
+    its gradient to this function."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
     centre = isinstance(norm, nn.LayerNorm)
     return _AddNorm.apply(x, y, y_bias, norm.weight, norm.bias if centre else None, norm.eps, centre)

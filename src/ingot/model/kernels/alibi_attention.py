@@ -1,20 +1,20 @@
 # mypy: disallow-untyped-defs=False
-"""Causal attention with ALiBi on a GPU, in Triton: the kernel that only reads what can matter.
+"""Causal attention with ALiBi in Triton, skipping the keys too far away to matter.
 
-ALiBi lowers a score by slope x distance, so a steep head cannot see far: beyond some distance a key's weight is less
-than fp32 can add to the sum. By Cauchy-Schwarz that distance follows from the largest key, the largest query and the
-score of each token with itself, all of this very input; `_reach` finds it for each head of each sequence, and the other
-kernels stop there. Nothing is approximated: what is left out is under 2^-24 of the softmax's sum. FlexAttention, the
-obvious alternative, computes the whole triangle whatever the slope.
+ALiBi lowers each score by slope x distance, so a head with a steep slope cannot see far: beyond some distance a key's
+weight is too small to change an fp32 sum. Cauchy-Schwarz bounds that distance by the largest key, the largest query and
+each token's score with itself; `_reach` computes the bound per head and sequence from the input, and the attention
+kernels stop there. Nothing is approximated: the skipped weights are under 2^-24 of the softmax sum. FlexAttention, the
+obvious alternative, computes the whole causal triangle whatever the slope.
 
-The bias needs no arithmetic per element either: softmax does not see what all keys of a query share, so slope x key
-position is added, one value per column. Queries, keys and values are read from the fused projection where they lie, and
-their gradient is written in the same layout, so nothing is cut apart or put together; on the way its columns are added
-up for the gradient of the projection's bias.
+The bias costs no arithmetic per element: softmax ignores any term that all keys of a query share, so adding slope x key
+position, one value per column, is enough. Queries, keys and values are read in place from the fused projection, and
+their gradient is written in the same layout, so nothing is split or concatenated; the backward kernel also sums its
+columns for the gradient of the projection's bias.
 
 Documents and sliding windows are both a `span`, [2, B or 1, T] in int32: the first key that each query sees, and the
-last query that sees each key, neither ever falling along T. Blocks outside of it are not read, blocks inside pay no
-mask. Without slopes (all zero) this is plain causal attention within documents and windows.
+last query that sees each key, both nondecreasing along T. Blocks outside the span are not read, blocks fully inside
+need no mask. With all slopes zero this is plain causal attention within documents and windows.
 
 Shapes: B batch, T tokens, G key/value heads, P query heads per group, H = G P heads, D head width.
 qkv is [B, T, G, P + 2, D], the output [B, T, H, D]. Scores are in units of log2, so that exp2 does.
@@ -31,13 +31,13 @@ from ingot.model.dropout import threshold
 from ingot.model.kernels import alibi_attention_kernels as kernels
 
 LOG2E = 1.4426950408889634
-NEGLIGIBLE = 32.0  # bits under a row's largest weight; all keys beyond together are 256 times that at most
+NEGLIGIBLE = 32.0  # bits below a row's largest weight; all skipped keys together add at most 2^8 times as much
 # block of queries, block of keys, warps, stages, by padded head width; measured on an H200
 FORWARD = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)}
-PART = 64  # tokens whose gradients one program makes, going over blocks of others: their size, warps, stages
+PART = 64  # tokens whose gradients one program computes; below, per padded head width: block of others, warps, stages
 BACKWARD_KV = {64: (32, 4, 4), 128: (64, 4, 2)}
 BACKWARD_Q = {64: (64, 4, 3), 128: (64, 4, 2)}
-REGISTERS = {64: 168}  # of a thread of those, so that three programs share a multiprocessor
+REGISTERS = {64: 168}  # per thread of the backward kernels, so that three programs fit on a multiprocessor
 
 
 @library.custom_op("ingot::alibi_attention", mutates_args=())
@@ -88,7 +88,7 @@ def _(
 def alibi_attention_backward(
     d_out: Tensor, saved: list[Tensor], scale: float, span: Tensor | None, keys: Tensor | None, pdrop: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, and parts of its sum over all tokens."""
+    """The gradient of qkv, and partial sums of it over all tokens."""
     qkv, slopes, out, lse, reach = saved
     B, T, G, slots, D = qkv.shape
     P, H, DP = slots - 2, G * (slots - 2), max(16, triton.next_power_of_2(D))  # tl.dot takes 16 or more
@@ -120,14 +120,14 @@ def _(
 
 
 def _seen(span: Tensor | None, other: Tensor) -> tuple[Tensor, int, int]:
-    """The span as the kernels take it: where it lies, its step from sequence to sequence and to its second half."""
+    """The span as kernel arguments: its tensor, the stride from sequence to sequence, and that to its second half."""
     if span is None:
         return other, 0, 0  # never read
     return span, span.stride(1) if span.shape[1] > 1 else 0, span.stride(0)
 
 
 def _drops(keys: Tensor | None, pdrop: float, other: Tensor) -> tuple[Tensor, int, float]:
-    """Dropout as the kernels take it: the keys of rows, the least hash that is kept, and the factor of what is."""
+    """Dropout as kernel arguments: the rows' keys, the smallest hash that is kept, and the scale of what is kept."""
     return (keys.contiguous(), threshold(pdrop), 1 / (1 - pdrop)) if keys is not None else (other, 0, 1.0)
 
 

@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False
-"""The exact GELU on a GPU, in Triton: at the speed of memory, with the gradient of the bias before it.
+"""The exact GELU in Triton at memory bandwidth, including the gradient of the bias before it.
 
-The compiler makes two kernels of the backward pass, one for the gradient of the GELU and one that reads that gradient
-again to add it up for the bias. Here one kernel does both: a program goes down some rows of some columns, and its sums
-stay in registers. Phi(x) is Abramowitz and Stegun's formula 7.1.26, off by at most 7.5e-8, which bf16 cannot see; it
-needs one exponential and one reciprocal (here of a square root: one instruction, where a division is eight).
+The compiler generates two backward kernels: one for the gradient of the GELU, and one that reads this gradient again to
+sum it for the bias. Here one kernel does both: each program walks down a tile of columns and keeps its sums in
+registers. Phi(x) is Abramowitz and Stegun's formula 7.1.26, with an error of at most 7.5e-8 (below bf16 precision); it
+needs one exponential and one reciprocal (computed by rsqrt: one instruction, where a division takes eight).
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library
 
 # measured on an H200
-BLOCK, WARPS = 1024, 4  # of the forward pass
-ROWS, COLUMNS, TALL, BACKWARD_WARPS = 2, 512, 64, 4  # a tile, the rows of a program, warps
+BLOCK, WARPS = 1024, 4  # forward
+ROWS, COLUMNS, TALL, BACKWARD_WARPS = 2, 512, 64, 4  # backward: tile, rows per program, warps
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _gelu_kernel(x_in, out, count, BLOCK: tl.constexpr):
 def _gelu_backward_kernel(
     slope, x_in, out, sums, rows, width, TALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Gradients of TALL rows of some columns, and their sum down the rows."""
+    """Gradients of TALL rows of a block of columns, and their sum over the rows."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * TALL
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -75,7 +75,7 @@ def _(x: Tensor) -> Tensor:
 
 @library.custom_op("ingot::gelu_backward", mutates_args=())
 def _gelu_backward(slope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x [n, m], and parts of its sum over n."""
+    """The gradient of x [n, m], and partial sums of it over n."""
     rows, width = x.shape
     out, parts = torch.empty_like(x), triton.cdiv(rows, TALL)
     sums = torch.empty(parts, width, device=x.device)
@@ -104,5 +104,5 @@ class _BiasedGelu(torch.autograd.Function):
 
 
 def biased_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """The GELU of x [..., m], which has had `bias` added by a layer that leaves the bias's gradient to us."""
+    """The GELU of x [..., m], to which a layer has already added `bias`, leaving its gradient to this function."""
     return _BiasedGelu.apply(x.contiguous(), bias)

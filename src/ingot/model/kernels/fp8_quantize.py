@@ -1,11 +1,12 @@
 # mypy: disallow-untyped-defs=False
-"""A tensor to 8 bits on a GPU, in Triton: by rows and by columns at once.
+"""Quantizes a tensor to fp8 in Triton, row-major and transposed in one pass.
 
-Products in 8 bits want both sides to lie along the sum, so what one product takes by rows another takes by columns. The
-compiler makes the second from the first, in a kernel that reads or writes single bytes; here a tile is turned in shared
-memory. It is read twice, for the largest value and for the rest; the second time mostly from the cache.
+An fp8 matmul needs both operands contiguous along the dimension it sums over, so the same tensor is used row-major in
+one matmul and transposed in another. The compiler derives the transpose from the quantized tensor with single-byte
+reads or writes; here each tile is transposed in shared memory. The input is read twice, once for its largest absolute
+value and once to quantize; the second read is mostly served from the cache.
 
-What comes in must be bf16: from 32 bits, Triton 3.6 put a quarter of the bytes of a turned tile in wrong places.
+The input must be bf16: with 32-bit inputs Triton 3.6 misplaced a quarter of the bytes of a transposed tile.
 """
 
 import torch
@@ -14,13 +15,13 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
 # measured on an H200
-PARTS, BLOCK, LARGEST_WARPS = 512, 8192, 8  # programs that look for the largest value, and their steps
-ROWS, WIDTH, WARPS = 64, 64, 4  # a tile
+PARTS, BLOCK, LARGEST_WARPS = 512, 8192, 8  # largest value: programs, elements per step, warps
+ROWS, WIDTH, WARPS = 64, 64, 4  # quantization: tile, warps
 
 
 @triton.jit
 def _largest_kernel(x_in, parts, count, steps, BLOCK: tl.constexpr):
-    """The largest absolute value in some blocks that follow one another."""
+    """The largest absolute value of a run of consecutive blocks."""
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     top = tl.zeros([BLOCK], tl.float32)
     for step in range(0, steps):
@@ -34,7 +35,7 @@ def _quantize_kernel(
     x_in, parts, by_rows, by_columns, scale, rows, width, LEAST: tl.constexpr, LIMIT: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile. A NaN is no largest value, but stays one in 8 bits."""
+    """One tile. NaN does not count as the largest value, and stays NaN in fp8."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None] & (column < width)[None, :]
@@ -52,7 +53,7 @@ def _quantize_kernel(
 
 
 def quantize_both(x: Tensor, dtype: torch.dtype, columns: bool, least: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x [n, k] in 8 bits, the same transposed [k, n] where wanted, and the scale that brings them back."""
+    """x [n, k] in fp8, its transpose [k, n] if wanted, and the scale that recovers the values."""
     assert x.dtype == torch.bfloat16, x.dtype
     (rows, width), limit = x.shape, torch.finfo(dtype).max
     parts = torch.empty(PARTS + 1, device=x.device)

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False
-"""Queries, keys and values out of the fused projection, on a GPU: views on the way forward, one Triton kernel back.
+"""Splits the fused projection into queries, keys and values: views forward, one Triton kernel backward.
 
-The gradients that attention gives are three tensors, and the projection wants them interleaved, head by head. That copy
-has to be; while it is made, its columns are added up for the gradient of the projection's bias, for which the compiler
-reads it all again.
+Attention returns three gradients, and the projection needs them interleaved head by head, so one copy is unavoidable.
+The kernel that makes it also sums the columns for the gradient of the projection's bias; the compiler would read the
+whole copy again for that.
 
 Shapes: n tokens, G key/value heads, P query heads per group, D head width.
 """
@@ -16,13 +16,13 @@ import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library
 
 # measured on an H200
-ELEMENTS, TALL, WARPS = 8192, 128, 8  # of a tile, the rows of a program, warps
+ELEMENTS, TALL, WARPS = 8192, 128, 8  # elements of a tile, rows per program, warps
 
 
 @triton.jit
 def _join_kernel(d_q, d_k, d_v, out, sums, rows, G, P: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
                  TALL: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """One group's part of TALL rows: P queries, then key and value; and the sum down the rows."""
+    """One slot (of P queries, key, value) of one group in TALL rows, and its sum over these rows."""
     group, slot = tl.program_id(0) // (P + 2), tl.program_id(0) % (P + 2)
     column = tl.arange(0, BLOCK)
     first = tl.program_id(1) * TALL
@@ -45,7 +45,7 @@ def _join_kernel(d_q, d_k, d_v, out, sums, rows, G, P: tl.constexpr, D: tl.const
 
 @library.custom_op("ingot::join_heads", mutates_args=())
 def _join_heads(d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
-    """d_q [n, G P, D], d_k and d_v [n, G, D] to [n, G (P + 2) D], and parts of its sum over n."""
+    """d_q [n, G P, D], d_k and d_v [n, G, D] joined to [n, G (P + 2) D], and partial sums of it over n."""
     rows, heads, D = d_q.shape
     G = d_k.shape[1]
     slots, block, parts = heads // G + 2, triton.next_power_of_2(D), triton.cdiv(rows, TALL)
@@ -93,6 +93,6 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def split_heads(qkv: Tensor, bias: Tensor | None, groups: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The projection [B, T, G (P + 2) D], which has had `bias` added by a layer that leaves the bias's gradient to us,
-    as q [B, H, T, D], k and v [B, G, T, D]."""
+    """Split the projection [B, T, G (P + 2) D] into q [B, H, T, D], k and v [B, G, T, D]. Its layer has already added
+    `bias` and leaves the bias's gradient to this function."""
     return _SplitHeads.apply(qkv, bias, groups, width)

@@ -6,10 +6,10 @@ import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.build import BuildOptions, build_loss_model
 from ingot.parallel.executors.base import Messages
 from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.layout import Layout
+from ingot.parallel.loss_model import BuildOptions, build_loss_model
 from ingot.parallel.rendezvous import World
 
 if TYPE_CHECKING:

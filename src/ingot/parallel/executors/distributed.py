@@ -23,7 +23,6 @@ from ingot.model.kernels import refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import parameter_shapes
 from ingot.parallel import fsdp
-from ingot.parallel.build import uncompiled
 from ingot.parallel.context import GatheredBranchAttention, SequenceCut
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoordinator
 from ingot.parallel.dtensor import fill, gather, local
@@ -42,6 +41,7 @@ from ingot.parallel.executors.base import (
 from ingot.parallel.executors.comm_timer import CommTimer
 from ingot.parallel.executors.device import usable_memory
 from ingot.parallel.executors.oom import OutOfMemory
+from ingot.parallel.loss_model import uncompiled
 from ingot.parallel.parallelize import ParallelModel
 from ingot.parallel.pipeline import stage_of_parameter
 from ingot.parallel.rendezvous import World, leave_world

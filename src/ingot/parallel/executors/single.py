@@ -14,7 +14,6 @@ from ingot.model.branch_attention import BranchAttention, TokenRows, attending_b
 from ingot.model.kernels import hold_copies, refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import flops_per_token, parameter_shapes
-from ingot.parallel.build import LossModel, compile_model, uncompiled
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.parallel.executors.base import (
     MemoryUse,
@@ -33,6 +32,7 @@ from ingot.parallel.executors.cuda_graph import GraphChoice, MicrobatchGraph
 from ingot.parallel.executors.device import peak_flops, usable_memory
 from ingot.parallel.executors.oom import is_out_of_memory, retry_without_cache
 from ingot.parallel.layout import Layout
+from ingot.parallel.loss_model import LossModel, compile_model, uncompiled
 from ingot.parallel.rank_env import RankEnv
 
 

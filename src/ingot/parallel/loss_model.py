@@ -1,4 +1,4 @@
-"""A model as a run executes it, on one process. Several processes: `parallelize`."""
+"""A GPT with its loss as one module, built for one process. Several processes: `parallelize`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
