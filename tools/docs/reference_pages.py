@@ -4,13 +4,13 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from peer_pages import native_names
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ingot.cli.config_keys import config_fields, default_text, type_name
 from ingot.cli.main import all_commands
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
@@ -95,49 +95,20 @@ def _parameter_table(title: str, parameters: list[tuple[str, Any]]) -> list[str]
 # --- config keys
 
 
-def config_fields(schema: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Every dotted key that takes a value, with its field and the section that it is in."""
-    for name, field in schema.model_fields.items():
-        key = f"{prefix}{name}"
-        sections = [kind for kind in _types(field.annotation) if inspect.isclass(kind) and issubclass(kind, BaseModel)]
-        if not sections:
-            yield key, field, schema
-        for section in sections:
-            yield from config_fields(section, f"{key}.NAME." if get_origin(field.annotation) is dict else f"{key}.")
+def type_cell(annotation: Any) -> str:
+    """A type in words; values that are written as they are become code."""
+    if get_origin(annotation) is Literal:
+        return " or ".join(code(value) for value in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(type_cell(kind) for kind in get_args(annotation) if kind is not type(None))
+    return type_name(annotation)
 
 
-def _types(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of."""
-    if get_origin(annotation) in (Union, UnionType, dict, Annotated):
-        for inner in get_args(annotation):
-            yield from _types(inner)
-    else:
-        yield annotation
-
-
-def type_name(annotation: Any) -> str:
-    origin, inner = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " or ".join(code(value) for value in inner)
-    if origin is Annotated:
-        return type_name(inner[0])
-    if origin in (Union, UnionType):
-        return " or ".join(type_name(kind) for kind in inner if kind is not type(None))
-    if origin is tuple:
-        return f"{len(inner)} {type_name(inner[0])}s"
-    plain = {int: "integer", float: "number", str: "text", bool: "true or false", list: "list"}
-    return plain.get(annotation, getattr(annotation, "__name__", str(annotation)).lower())
-
-
-def default_of(field: FieldInfo) -> str:
+def default_cell(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined:
         return "required"
-    if default is None:
-        return ""
-    if isinstance(default, bool):
-        return code(str(default).lower())
-    return code(list(default) if isinstance(default, tuple) else default)
+    return "" if default is None else code(default_text(default))
 
 
 def config_page() -> str:
@@ -165,7 +136,9 @@ def config_page() -> str:
         for key, field, _ in rows:
             peers = "; ".join(f"{peer} {', '.join(map(code, keys))}" for peer, keys in names.get(key, {}).items())
             meaning = cell(field.description or "")
-            lines.append(f"| {code(key)} | {type_name(field.annotation)} | {default_of(field)} | {meaning} | {peers} |")
+            lines.append(
+                f"| {code(key)} | {type_cell(field.annotation)} | {default_cell(field)} | {meaning} | {peers} |"
+            )
     return "\n".join(lines) + "\n"
 
 

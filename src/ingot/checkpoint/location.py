@@ -8,7 +8,16 @@ from pathlib import Path
 
 import xxhash
 
-from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST, File, Manifest, parse_manifest, read_manifest, verify_file
+from ingot.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST,
+    File,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+    steps_in,
+    verify_file,
+)
 from ingot.errors import CheckpointError, disk_error
 from ingot.storage.object_store import Again, NotThere, Remote
 
@@ -96,3 +105,23 @@ def find_incomplete(where: str) -> list[CheckpointLocation]:
 def _numbered(remote: Remote) -> list[CheckpointLocation]:
     steps = sorted(int(name) for name in remote.names(CHECKPOINTS, required=True) if re.fullmatch("[0-9]+", name))
     return [CheckpointLocation(remote, f"{CHECKPOINTS}/{step}/") for step in steps]
+
+
+def model_folder(path: Path, step: int | None = None) -> Path:
+    """Where to read a model from: a run folder, checkpoint or Hugging Face folder, or a run's checkpoint of a step."""
+    steps = steps_in(path / CHECKPOINTS)
+    if (path / "config.json").is_file() or (path / MANIFEST).is_file():
+        if step is not None:
+            raise CheckpointError(f"{path} is a single model, not a run with steps; leave out --step")
+        return path
+    if not steps:
+        raise no_checkpoint_error(path)
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return path if step is None else path / CHECKPOINTS / str(step)
+
+
+def no_checkpoint_error(path: Path) -> CheckpointError:
+    if not path.exists():
+        return CheckpointError(f"no such run or checkpoint: {path}")
+    return CheckpointError(f"{path} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/STEP/{MANIFEST}")

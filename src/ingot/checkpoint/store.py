@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ingot.checkpoint.location import no_checkpoint_error
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -28,7 +29,6 @@ from ingot.checkpoint.manifest import (
 )
 from ingot.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_shard
 from ingot.checkpoint.save_plan import Tensors, plan_save
-from ingot.errors import CheckpointError
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.storage.atomic import sync
 
@@ -109,10 +109,8 @@ def find_checkpoint(path: Path) -> Manifest:
             if step > steps[-1]:
                 skipped = f"{path / CHECKPOINTS / str(step)} is incomplete (it has no {MANIFEST}) and was skipped"
                 print(f"warning: {skipped}; using {manifest.folder}", file=sys.stderr)
-    elif not path.exists():
-        raise CheckpointError(f"no such run or checkpoint: {path}")
     else:
-        raise CheckpointError(f"{path} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/STEP/{MANIFEST}")
+        raise no_checkpoint_error(path)
     verify(manifest, manifest.section_files(MODEL))
     return manifest
 

@@ -2,12 +2,28 @@
 
 import copy
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from ingot.errors import ConfigError
+
 _VALUES = {"int": "N", "float": "X", "Path": "PATH"}  # in help, by type; others are TEXT
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OutOption = Annotated[Path | None, typer.Option("-o", "--out", help="Another way to give it.")]
+OutputT = TypeVar("OutputT", Path, str)
+
+
+def output(argument: OutputT | None, option: OutputT | None) -> OutputT:
+    """Where to write: the argument OUT or the option -o, one of them."""
+    if argument is not None and option is not None:
+        raise ConfigError(f"both {argument} and -o {option} say where to write; give one")
+    if argument is None and option is None:
+        raise ConfigError("nothing says where to write; add -o FOLDER")
+    return argument if option is None else option  # type: ignore[return-value]
 
 
 class OptionCommand(TyperCommand):

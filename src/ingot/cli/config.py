@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.cli.commands import AsJson, OptionCommand, OptionGroup
+from ingot.cli.config_keys import print_keys
 from ingot.cli.options import options_from
-from ingot.cli.script_options import PANELS, ScriptSettings, script_arguments
+from ingot.cli.script_options import PANELS, RunArguments, ScriptSettings, script_arguments
 from ingot.config.error_messages import Origins
 from ingot.config.load import to_yaml, validate
 from ingot.config.run import RunConfig
@@ -30,10 +31,25 @@ def schema() -> None:
     print(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
+@app.command("keys", cls=OptionCommand)
+def keys(
+    section: Annotated[str, typer.Argument(help="Section such as optimizer, or a key. Default: all keys.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List config keys with their defaults and meanings.
+
+    Examples:
+      ingot config keys
+      ingot config keys optimizer
+      ingot config keys data.train --json
+    """
+    print_keys(section, as_json)
+
+
 @app.command("show", cls=OptionCommand)
 @options_from(ScriptSettings, panels=PANELS)
 def show(
-    arguments: Annotated[list[str], typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="As for train.")],
+    arguments: RunArguments,
     **options: Any,
 ) -> None:
     """Check a config and print it with every default filled in.

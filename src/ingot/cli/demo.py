@@ -16,7 +16,7 @@ PROMPT = "def __init__(self"
 
 @app.command(cls=OptionCommand)
 def demo(
-    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("demo"),
+    out: Annotated[Path, typer.Option("-o", "--out", help="Output folder.")] = Path("demo"),
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides.")] = None,
 ) -> None:
     """Train a small model on a CPU in minutes, without a network.

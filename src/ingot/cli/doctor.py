@@ -1,11 +1,13 @@
 """`ingot doctor`: what works on this machine or on the nodes of a cluster."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ingot.cli.commands import OptionCommand
+from ingot.cli.commands import AsJson, OptionCommand
 from ingot.errors import ConfigError
 from ingot.report.environment_check import check_environment
 
@@ -21,6 +23,7 @@ def doctor(
     profile: Annotated[
         str | None, typer.Option(help="With --cluster: the profile of the nodes, without a run.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, or the nodes of a cluster.
 
@@ -36,12 +39,17 @@ def doctor(
         raise ConfigError("a launched run has its own profile; omit --profile or the run folder")
     if (run is not None or profile is not None) and not cluster:
         raise ConfigError("a run folder or a profile needs --cluster: ingot doctor --cluster ...")
+    if cluster and as_json:
+        raise ConfigError("--json is about this machine; leave out --cluster or --json")
     if cluster:
         from ingot.launch.preflight.doctor import check_nodes
 
         raise typer.Exit(check_nodes(run, profile))
     results = check_environment()
-    for result in results:
-        fix = f"  ->  {result.fix}" if result.fix and result.state != "ok" else ""
-        print(f"{result.state:>4}  {result.what:<18} {result.detail}{fix}")
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+    else:
+        for result in results:
+            fix = f"  ->  {result.fix}" if result.fix and result.state != "ok" else ""
+            print(f"{result.state:>4}  {result.what:<18} {result.detail}{fix}")
     raise typer.Exit(1 if any(result.state == "fail" for result in results) else 0)

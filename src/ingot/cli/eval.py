@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ingot.checkpoint.location import model_folder
 from ingot.cli.commands import OptionCommand
 from ingot.cli.options import options_from
 from ingot.config.evaluation import EvalOptions
@@ -43,6 +44,7 @@ def evaluate(
         typer.Argument(metavar="MODEL... [KEY=VALUE]...", help="Run folders, checkpoints or Hugging Face folders."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint of a run. Default: the newest.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the tasks that ship with ingot.")] = False,
     **options: Any,
 ) -> None:
@@ -55,11 +57,15 @@ def evaluate(
     Examples:
       ingot eval runs/first data.eval.path=./my-data data.eval.split=val
       ingot eval runs/first --tasks arithmetic copy piqa.jsonl tasks_light.yaml
+      ingot eval runs/first --step 1000
       ingot eval runs/first/checkpoints/* --tasks lambada.jsonl --limit 500
     """
     if show_list:
         from ingot.evaluation.tasks.task_files import shipped_tasks
 
+        if as_json:
+            print(json.dumps([{"task": name, "about": about} for name, about in shipped_tasks().items()], indent=1))
+            return
         for name, description in shipped_tasks().items():
             print(f"{name:16} {description}")
         return
@@ -67,6 +73,7 @@ def evaluate(
     paths = [Path(given) for given in models or [] if given not in overrides]
     if not paths:
         raise ConfigError("name what to evaluate: a run folder, a checkpoint or a Hugging Face folder")
+    paths = [model_folder(path, step) for path in paths]
     if options.get("tasks"):
         if overrides:
             raise ConfigError(f"{overrides[0]}: with --tasks the data come from the task files; leave it out")

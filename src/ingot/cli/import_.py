@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ingot.cli.commands import OptionCommand
+from ingot.cli.commands import OptionCommand, OutOption, output
 
 app = typer.Typer(add_completion=False)
 
@@ -15,7 +15,8 @@ def import_(
     source: Annotated[
         Path, typer.Argument(help="A Hugging Face, GPT-NeoX or Megatron folder, or a Composer .pt file.")
     ],
-    out: Annotated[Path, typer.Argument(help="New run folder.")],
+    out: Annotated[Path | None, typer.Argument(help="New run folder.")] = None,
+    out_option: OutOption = None,
     config: Annotated[
         str | None, typer.Option(help="The model's YAML or script, or a recipe, where the checkpoint lacks it.")
     ] = None,
@@ -25,9 +26,10 @@ def import_(
     Generate from the run folder, evaluate it, export it, or train on.
 
     Examples:
-      ingot import ./pythia-160m runs/pythia
+      ingot import ./pythia-160m -o runs/pythia
       ingot import ./global_step1000 runs/neox --config 1-4B.yml
     """
+    out = output(out, out_option)
     from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint  # loads torch
 
     import_checkpoint(source, out, config)

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from ingot.cli.commands import OptionGroup, Verb
+from ingot.cli.usage_errors import usage_sentence
 from ingot.config.secrets import redact
+from ingot.errors import EXIT_USER_ERROR, ConfigError
 from ingot.launch.supervisor.failure import exit_code_of
 from ingot.version import __version__
 
@@ -64,7 +66,7 @@ app = typer.Typer(
     epilog="Start with `ingot demo`. `ingot VERB --help` shows options and examples.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -113,9 +115,11 @@ def _run(arguments: list[str], debug: bool) -> int:
     except BrokenPipeError:
         return 0
     except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: a wrong option or argument
-            error.show()
-            return int(error.exit_code)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error, file=sys.stderr)
+            return EXIT_USER_ERROR
+        if getattr(error, "ctx", None) is not None:  # typer's own: a wrong option or argument
+            raise ConfigError(usage_sentence(error, arguments)) from None
         if debug:
             path = Path("ingot-debug.log")
             path.write_text(redact(traceback.format_exc()), encoding="utf-8")

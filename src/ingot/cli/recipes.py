@@ -1,12 +1,13 @@
 """`ingot recipes`"""
 
-from typing import Annotated
+import json
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.cli.commands import AsJson, OptionCommand, OptionGroup
 from ingot.config.durations import Duration
 from ingot.config.load import load_config
 from ingot.config.recipes import find_recipe, recipe_names
@@ -18,21 +19,24 @@ app = typer.Typer(add_completion=False, cls=OptionGroup, invoke_without_command=
 @app.callback()
 def default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        show_list()
+        show_list(as_json=False)
 
 
 @app.command("list", cls=OptionCommand)
-def show_list() -> None:
+def show_list(as_json: AsJson = False) -> None:
     """List all recipes with size and training budget.
 
     Examples:
       ingot recipes
-      ingot recipes list
+      ingot recipes list --json
     """
+    configs = {name: load_config(RunConfig, [name]) for name in recipe_names()}
+    if as_json:
+        print(json.dumps([_facts(name, config) for name, config in configs.items()], indent=1))
+        return
     columns = ("recipe", "size", "layers", "width", "heads", "length", "batch", "peak lr", "duration")
     table = Table(*columns, box=None, pad_edge=False)
-    for name in recipe_names():
-        config = load_config(RunConfig, [name])
+    for name, config in configs.items():
         model = config.model
         table.add_row(
             name, _short(model.parameters), str(model.n_layers), str(model.d_model), str(model.n_heads),
@@ -52,6 +56,16 @@ def show(name: Annotated[str, typer.Argument(help="Recipe name.")]) -> None:
       ingot recipes show pythia-1b > mine.yaml
     """
     print(find_recipe(name).read_text(encoding="utf-8"), end="")
+
+
+def _facts(name: str, config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    return {
+        "recipe": name, "parameters": model.parameters, "layers": model.n_layers, "width": model.d_model,
+        "heads": model.n_heads, "max_seq_len": config.max_seq_len,
+        "global_train_batch_size": config.global_train_batch_size, "learning_rate": config.optimizer.lr,
+        "max_duration": str(config.max_duration),
+    }  # fmt: skip
 
 
 def _budget(duration: Duration) -> str:

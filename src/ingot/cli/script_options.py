@@ -1,13 +1,27 @@
 """Options for shell scripts of other stacks, wherever a config is accepted."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import Field
 
+from ingot.cli.config_keys import config_fields
 from ingot.config.base import Section
+from ingot.config.recipes import recipe_names
 from ingot.migrate.shell.source import option_arguments
 
+
+def complete_run(incomplete: str) -> list[str]:
+    """Recipes and config keys for the shell; it completes file names by itself."""
+    keys = ["data=", *(f"{key}=" for key, _, _ in config_fields())] if incomplete else []
+    return [word for word in [*recipe_names(), *keys] if word.startswith(incomplete)]
+
+
+RUN_ARGUMENTS = typer.Argument(
+    metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="Recipe, config files, overrides.", autocompletion=complete_run
+)
+RunArguments = Annotated[list[str], RUN_ARGUMENTS]
 PANELS = {"Scripts of other stacks": ["supplied", "pick"]}
 
 

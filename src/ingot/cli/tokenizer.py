@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ingot.cli.commands import OptionCommand, OptionGroup
+from ingot.cli.commands import AsJson, OptionCommand, OptionGroup
 from ingot.data.document_sample import DocumentSample
 from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_report import describe, measure_fit
@@ -21,7 +21,6 @@ app = typer.Typer(add_completion=False, cls=OptionGroup, no_args_is_help=True)
 Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, folders, globs or URLs of text.")]
 Texts = Annotated[list[str] | None, typer.Option("--text", help="Text to measure on; may be repeated.")]
 Key = Annotated[str, typer.Option(help="Field or column of JSON, Parquet and CSV files that holds the text.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Name = Annotated[str, typer.Argument(metavar="TOKENIZER", help="Folder, tokenizer.json or hub id.")]
 Sample = Annotated[str, typer.Option(help="Most bytes of text to encode.")]
 Names = Annotated[list[str], typer.Argument(metavar="TOKENIZER...", help="Folders, files or hub ids.")]

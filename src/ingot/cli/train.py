@@ -9,7 +9,7 @@ import typer
 
 from ingot.cli.commands import OptionCommand
 from ingot.cli.options import options_from
-from ingot.cli.script_options import PANELS, ScriptSettings, script_arguments
+from ingot.cli.script_options import PANELS, RunArguments, ScriptSettings, script_arguments
 from ingot.config.recipes import check_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -28,9 +28,7 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=OptionCommand)
 @options_from(ScriptSettings, panels=PANELS)
 def train(
-    arguments: Annotated[
-        list[str], typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="Recipe, config files, overrides.")
-    ],
+    arguments: RunArguments,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing the run.")] = False,
     nproc: Annotated[
         int | None, typer.Option("--nproc", "-n", help="Processes on this machine. Default: one per GPU.")
@@ -59,7 +57,7 @@ def train(
 
     The same command again continues from the newest checkpoint. Under
     torchrun or srun it joins the processes that it finds; otherwise it
-    starts one per GPU, or --nproc. `ingot config schema` lists all keys.
+    starts one per GPU, or --nproc. `ingot config keys` lists all keys.
     For another stack's files, peer_version=RELEASE chooses whose defaults
     are filled in, and conf_dir=FOLDER is where they are (NeoX's -d).
 

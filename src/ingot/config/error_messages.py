@@ -69,7 +69,7 @@ def _sentence(error: Any, schema: type[BaseModel], origins: Origins) -> str:
     where = f"{origins.of(key)}: " if origins.of(key) else ""
     if error["type"] == "extra_forbidden":
         close = closest_key(key, schema)
-        hint = f"did you mean {close}?" if close else "see `ingot config schema` for all keys."
+        hint = f"did you mean {close}?" if close else "see `ingot config keys`"
         return f"{where}unknown key {key}; {hint}"
     if error["type"] == "missing":
         return f"{where}{key} is missing; set it in the file or with {key}=..."

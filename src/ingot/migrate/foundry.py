@@ -284,4 +284,4 @@ def native_override(override: str) -> list[str]:
         print(f"{key}: not needed here, because {FOUNDRY.reasons[key]}", file=sys.stderr)
         return []
     raise ConfigError(f"command line: {override}: a key of LLM Foundry, and the recipe is a native one, where this has "
-                      "no direct counterpart; see `ingot config schema` for its keys")  # fmt: skip
+                      "no direct counterpart; see `ingot config keys data` for its keys")  # fmt: skip

@@ -111,6 +111,7 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:  # how the library reports a failed write
             raise OSError(0, str(error)) from None
+        path.chmod(folder.stat().st_mode & 0o666)  # the library writes 0600; the folder has what the umask allows
         shards.append((path, list(shard)))
         shard.clear()
 

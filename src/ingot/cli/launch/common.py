@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field
 
-from ingot.cli.script_options import ScriptSettings, script_arguments
+from ingot.cli.script_options import RUN_ARGUMENTS, ScriptSettings, script_arguments
 from ingot.errors import ConfigError
 from ingot.launch.build_spec import training_spec
 from ingot.launch.spec import LaunchSpec
@@ -29,9 +29,7 @@ PANELS = {
     "Spellings of other stacks": ["config", "updates", "dialect", "supplied", "pick"],
 }  # fmt: skip
 
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="RECIPE_OR_FILES [KEY=VALUE]...", help="Recipe, config files, overrides.")
-]
+Arguments = Annotated[list[str] | None, RUN_ARGUMENTS]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted or run; change nothing.")]
 
 
@@ -39,9 +37,9 @@ class RunOptions(ScriptSettings):
     """Ways to say what to train other than `RECIPE_OR_FILES [KEY=VALUE]...`."""
 
     config: str | None = Field(None, json_schema_extra={"flags": ["--config", "-c"]})
-    """The recipe, as in the launch.sb of Azure's guide."""
+    """Recipe or config file, as an option (LLM Foundry's launch scripts)."""
     updates: str | None = Field(None, json_schema_extra={"flags": ["--updates", "-y"]})
-    """Overrides in one string, as in that guide."""
+    """Overrides as one string, with --config."""
     dialect: str | None = None
     """Format of the config files: foundry, neox or megatron."""
 

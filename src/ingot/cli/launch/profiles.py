@@ -1,10 +1,11 @@
 """`ingot launch profiles`"""
 
+import json
 from typing import Annotated
 
 import typer
 
-from ingot.cli.commands import OptionCommand
+from ingot.cli.commands import AsJson, OptionCommand
 from ingot.errors import ConfigError
 from ingot.launch.profiles import find_profile, profile_names
 
@@ -15,6 +16,7 @@ app = typer.Typer(add_completion=False)
 def profiles(
     action: Annotated[str, typer.Argument(help="list, or show.")] = "list",
     name: Annotated[str | None, typer.Argument(help="Profile to show.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the cluster profiles, or show what one sets and why.
 
@@ -22,7 +24,10 @@ def profiles(
       ingot launch profiles
       ingot launch profiles show azure-ndv5
     """
-    if action == "list":
+    if as_json and (action == "list" or name is not None):
+        names = profile_names() if action == "list" else [str(name)]
+        print(json.dumps([{"name": each, **find_profile(each).model_dump(mode="json")} for each in names], indent=1))
+    elif action == "list":
         for each in profile_names():
             print(f"{each:12} {find_profile(each).description}")
     elif action == "show" and name is not None:
