@@ -195,7 +195,7 @@ def run_case(case: Case) -> None:
         losses = [float(run.step(case.batch)[0])]
         save(first_step_seconds=round(time.time() - START, 1), losses=losses)
         losses += [float(run.step(case.batch)[0])]
-        times = run.times(case)
+        times = run.times_of(case.steps, case.batch)
         save(
             losses=losses + run.losses, seconds=times,
             tokens_per_second=round(case.batch * config.max_seq_len / statistics.median(times)),
@@ -235,20 +235,20 @@ class Steps:
         result = train_step(self.executor, self.optimizer, self.scaler, batch, self.config.gradient_clipping)
         return result.loss_share, result.grad_norm
 
-    def times(self, case: Case) -> list[float]:
-        """Seconds of each step, by the device's clock where it has one, none waiting for the device."""
+    def times_of(self, count: int, rows: int) -> list[float]:
+        """Seconds of each of some steps, by the device's clock where it has one, none waiting for the device."""
         import torch
 
         results, marks = [], []
         cuda = self.executor.device.type == "cuda"
-        for number in range(case.steps + 1):
+        for number in range(count + 1):
             if cuda:
                 marks.append(torch.cuda.Event(enable_timing=True))
                 marks[-1].record()
             else:
                 marks.append(time.perf_counter())
-            if number < case.steps:
-                results.append(self.step(case.batch)[0])
+            if number < count:
+                results.append(self.step(rows)[0])
         if cuda:
             torch.cuda.synchronize()
         self.losses = [float(loss) for loss in results]
@@ -316,7 +316,7 @@ def matmul_tflops(device: Any) -> float:
     for _ in range(times):
         product = a @ b
     float(product[0, 0])  # waits for the device
-    return round(times * 2 * size**3 / (time.perf_counter() - start) / 1e12, 1)
+    return round(times * 2 * size**3 / (time.perf_counter() - start) / 1e12, 1 if device.type == "cuda" else 5)
 
 
 def kernel_difference(section: str, rows: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from ingot.data.loading.batch_loader import Batch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once, at the first product of a process
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CONFIG = ["model.d_model=256", "model.n_heads=4", "model.n_layers=4", "model.vocab_size=320", "max_seq_len=128",
