@@ -285,7 +285,7 @@ def together(section: Section, report: Report, imported: float) -> None:
                 own = base.time(section.steps)
                 make_deterministic(built.config, built.device, built.device.type == "cuda")
                 ratios.append(round(own / built.time(section.steps), 4))
-            more = {"ratio": statistics.median(ratios), "ratios": ratios, "base": base.name,
+            more = {"ratio": round(statistics.median(ratios), 4), "ratios": ratios, "base": base.name,
                     "memory_over_base": round((built.peak - base.peak) / GIB, 2)}  # fmt: skip
             report.add(built, **more, host_syncs=host_syncs(built), decided_alone=decisions.get(name))
         except Exception as error:
