@@ -67,7 +67,7 @@ ENVIRONMENTS = {
 
 # ---- the peers' programs -------------------------------------------------------------------------------------------
 
-# torchvision, which streaming's picture data sets need, has no build for the CPU-only torch.
+# torchvision, which streaming's picture datasets need, has no build for the CPU-only torch.
 IMPORT_STREAMING = 'import sys, types; sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")\n'
 # LLM Foundry's convert_dataset_json: one tokenizer call per document, ConcatTokensDataset's loop, one MDSWriter.
 FOUNDRY = """
@@ -110,7 +110,7 @@ if __name__ == "__main__":
     np.array(lengths, dtype=np.int32).tofile(out + "/x.idx")
 """
 # Megatron's tools/preprocess_data_fast.py of August 2026: gigatoken tokenizes the whole file, awkward joins an end to
-# each document, and one process writes. Its 128 processes that flatten a piece each are left out, in its favour.
+# each document, and one process writes. Its 128 processes that flatten a piece each are not run, in its favor.
 GIGATOKEN = """
 import multiprocessing, os, sys
 import awkward, gigatoken, numpy as np
@@ -554,7 +554,7 @@ def loading(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def opened(path: Path) -> Any:
-    """A data set as training opens it."""
+    """A dataset as training opens it."""
     return open_dataset(SourceConfig(path=str(path)), SEQ_LEN, 50_304)
 
 

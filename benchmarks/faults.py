@@ -41,7 +41,7 @@ CALM_STEPS = 200
 
 
 def make_data(folder: Path) -> Path:
-    """The standard library's own source as a small data set."""
+    """The standard library's own source as a small dataset."""
     texts = [p.read_text(encoding="utf-8", errors="ignore") for p in sorted(Path(os.__file__).parent.glob("*.py"))[:40]]
     (folder / "text.txt").write_text("\n".join(texts), encoding="utf-8")
     train_tokenizer(texts, 512, folder / "tokenizer")

@@ -158,7 +158,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 def measure(
     arguments: argparse.Namespace, model: str, positions: str, device: torch.device, references: list[dict[str, Any]]
 ) -> Iterator[tuple]:
-    """A row for each system that has this variant, and the profile of ours."""
+    """A row for each system that has this variant, and our profile."""
     size = SIZES[model]
     config = run_config(arguments.data, model, positions)
     batches = read_batches(config, CHECKED * size.micro + size.micro * size.microbatches * 2)
@@ -312,7 +312,7 @@ def learn(config: RunConfig, step: IngotStep | PeerStep, batches: list[Batch], h
 def train_reference(
     config: RunConfig, batches: list[Batch], recomputed: bool, device: torch.device, highest: bool = False
 ) -> list[float]:
-    """The losses of the same steps in fp32, neither compiled nor with a kernel of ours."""
+    """The losses of the same steps in fp32, neither compiled nor with our kernels."""
     exact = config.model_copy(update={"precision": "fp32", "cuda_graphs": False})
     executor = build_single(exact, device, compiled=False, messages=NoMessages())
     step = IngotStep(exact, executor, max(1, len(batches[0].tokens) // 4))

@@ -5,8 +5,8 @@
 
 benchmarks/gpu.py checks a row under the learning rates of the recipe's warmup. Here the same 20 steps have the highest
 rate, meant for hundreds of times the sequences, so that the loss jumps and rounding grows. What grows is then a matter
-of bf16 or of our kernels: so beside ingot stands nanoGPT's model under torch's autocast, not compiled, without a kernel
-of ours, from the same weights; its residual stream in fp32, as autocast leaves it, or (`nanogpt-bf16`) in bf16, as
+of bf16 or of our kernels: so nanoGPT's model is trained too, under torch's autocast, not compiled, without our kernels,
+from the same weights; its residual stream in fp32, as autocast leaves it, or (`nanogpt-bf16`) in bf16, as
 ingot's is. Every loss is kept; the table has the last ones. A reference that is in the file is not trained again.
 """
 

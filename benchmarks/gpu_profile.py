@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# by name, the first match counts; Triton's kernels of ours by their whole name
+# by name, the first match counts; our Triton kernels by their whole name
 KINDS = {
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
     "attention": r"cudnn|flash|fmha|^_(forward|backward_kv|backward_q|delta|reach)$",

@@ -1,4 +1,4 @@
-"""The speed of `ingot train` itself, beside that of its step alone in benchmarks/gpu.py, and how soon it begins.
+"""The speed of `ingot train` itself, next to that of its step alone in benchmarks/gpu.py, and how soon it begins.
 
 Run as a user runs it: loader, logging of every step and the supervisor are in the figure. The first step comes after
 imports, building the model and compiling; what an earlier run has compiled on this machine is found in torch's cache.

@@ -105,7 +105,7 @@ def make_data(root: Path) -> None:
 
 @pytest.fixture
 def tiny(data: Path, tmp_path: Path) -> list[str]:
-    """Arguments of a run that takes a second: a two-layer model on the small data set."""
+    """Arguments of a run that takes a second: a two-layer model on the small dataset."""
     return [*TINY, f"data={data}", f"save_folder={tmp_path / 'run'}"]
 
 

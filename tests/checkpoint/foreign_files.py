@@ -1,4 +1,4 @@
-"""Checkpoints of other stacks, written from a model of ours to the names and layouts that those stacks document.
+"""Checkpoints of other stacks, written from our model with the names and layouts that those stacks document.
 
 Nothing here uses the code under test: each function does the inverse of what an import has to do.
 """
@@ -126,7 +126,7 @@ def slices(name: str, value: Tensor, tp: int, config: ModelConfig, qkv: str = "g
 def write_neox(
     folder: Path, model: GPT, config: dict[str, Any], tp: int = 1, pipeline: int = 1, legacy: bool = False
 ) -> Path:
-    """`global_step10` and what lies beside it; `pipeline` 0 is a model without pipeline stages, one file per rank."""
+    """`global_step10` and what is next to it; `pipeline` 0 is a model without pipeline stages, one file per rank."""
     c = model.config
     names = {
         "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.qkv": "attention.query_key_value",

@@ -150,7 +150,7 @@ def test_a_gpt_neox_checkpoint_gives_the_logits_of_transformers(tmp_path: Path) 
         "version-0",
         "version-1",
         "core-interleaved",
-        "heads-normalised-tp2-pp2",
+        "heads-normalized-tp2-pp2",
         "llama",
         "llama-tp2-pp2",
         "llama-old",
@@ -165,7 +165,7 @@ def test_a_megatron_checkpoint_is_imported_without_its_padding(
     assert_same(tmp_path / "out", model)
 
 
-def test_zero_centred_norms_of_megatron_get_their_one_back(tmp_path: Path) -> None:
+def test_zero_centered_norms_of_megatron_get_their_one_back(tmp_path: Path) -> None:
     model, stored = model_of(**GPT3), model_of(**GPT3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

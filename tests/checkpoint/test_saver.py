@@ -1,4 +1,4 @@
-"""Saving goes on behind the loop, one at a time, and a failure costs nothing that was there."""
+"""Saves run in the background, one at a time, and a failed one leaves earlier checkpoints alone."""
 
 import os
 import shutil

@@ -78,7 +78,7 @@ def test_an_empty_data_folder_is_refused(ingot_here: Ingot, tmp_path: Path) -> N
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused(ingot_here: Ingot, data: Path, tmp_path: Path) -> None:
-    shutil.copytree(data / "train", tmp_path / "bad")  # without its tokenizer beside it, and with one id spoilt
+    shutil.copytree(data / "train", tmp_path / "bad")  # without its tokenizer, and with one id damaged
     (tmp_path / "bad" / "meta.json").unlink(missing_ok=True)
     shard = next((tmp_path / "bad").glob("*.mds"))
     content = bytearray(shard.read_bytes())

@@ -17,7 +17,7 @@ from ingot.training.schedule import lr_multiplier
 FILES = Path(__file__).parent / "foundry"
 TINY = ("model.d_model=32", "model.n_heads=4", "model.n_layers=2", "model.vocab_size=128", "variables.max_seq_len=16")
 # file: parameters, peak lr, global batch, duration, tokens in billions, microbatch, recomputed (auto: it says nothing),
-# initialisation
+# initialization
 EXPECTED = {
     "mpt-125m": (125_311_488, 6.0e-4, 256, "4800ba", 2.52, 16, False, "kaiming_normal"),
     "mpt-350m": (355_985_408, 3.0e-4, 256, "13400ba", 7.03, 8, False, "kaiming_normal"),

@@ -243,7 +243,7 @@ def test_json_that_neox_does_not_read_is_refused_with_its_line(tmp_path: Path, t
         (["load=elsewhere"], "with finetune"),
         (["data_path=one"], "name the data once"),
         (["vocab_file=nowhere.json"], "set padded_vocab_size"),
-        (["valid_data_weights=[1, 2]"], "has 2 weights for 1 data sets"),
+        (["valid_data_weights=[1, 2]"], "has 2 weights for 1 datasets"),
         (["checkpoint_scale=log"], "use linear"),
     ],
 )

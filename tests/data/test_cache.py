@@ -473,7 +473,7 @@ def test_many_threads_fetch_a_shard_once(tmp_path: Path, server: Server) -> None
 
 
 def test_readers_that_start_together_take_the_index_of_each_other_for_right(tmp_path: Path) -> None:
-    """A file that appears between two looks is that of the neighbour, not of other data."""
+    """A file that appears between two checks is the neighbor's, not other data."""
     remote = write_mds(tmp_path / "data", SHARDS)
     Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE())).save(remote / "tokenizer")
     interval = sys.getswitchinterval()

@@ -261,7 +261,7 @@ def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
 def test_a_dataset_of_the_hub_is_shared_among_workers(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its size is not known beforehand, which is no reason to take it for a small one."""
+    """Its size is not known in advance, so it must not be taken for a small one."""
     from ingot.data.sources import hub
     from ingot.data.sources.input_files import hub_source
 

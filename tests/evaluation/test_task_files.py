@@ -114,7 +114,7 @@ def test_a_missing_file_an_unknown_name_and_a_hub_data_set_are_refused(tmp_path:
         read_records(task(tmp_path / "absent.jsonl"))
     with pytest.raises(ConfigError, match=r"neither a file .* arithmetic"):
         load_tasks(["arithmetics"])
-    with pytest.raises(DataError, match="hub data sets"):
+    with pytest.raises(DataError, match="hub datasets"):
         read_records(TaskConfig(label="t", dataset_uri="hf://a/b", icl_task_type="schema", num_fewshot=(0,)))
 
 

@@ -23,7 +23,7 @@ REAL_DATA = EXAMPLES.parent.parent / "shared" / "data"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/run.sh"))
 PYTHIA = {"14M": "14m", "31M": "31m", "70M": "70m", "160M": "160m", "410M": "410m", "1B": "1b", "1-4B": "1.4b",
           "2-8B": "2.8b", "6-9B": "6.9b", "12B": "12b"}  # fmt: skip
-# What each small form leaves behind: data sets as `ingot inspect` takes them, and runs.
+# What each small form leaves behind: datasets as `ingot inspect` takes them, and runs.
 LEFT = {
     "aws-mpt": (["c4-dataset"], ["mpt-small"]),
     "azure-mpt": (["my-copy-c4"], ["mpt-small"]),
@@ -64,7 +64,7 @@ def run_script(name: str, folder: Path, first: Path | None = None, **variables: 
 
 
 def check_results(name: str, folder: Path) -> None:
-    """Data sets verify; runs have finished, with a loss that fell."""
+    """Datasets verify; runs have finished, with a loss that fell."""
     data_sets, runs = LEFT[name]
     for place in data_sets:
         splits = find_splits(str(folder / place), None)
@@ -189,7 +189,7 @@ def check_mosaic_gpt(folder: Path, said: str) -> None:
         assert losses[two] == pytest.approx(losses["one-node"], rel=1e-4)
         assert (folder / two / "logs").is_dir()
     assert "2 processes, shard=2" in said
-    assert any((folder / "cache").rglob("index.json")), "the streamed data set was fetched"
+    assert any((folder / "cache").rglob("index.json")), "the streamed dataset was fetched"
 
 
 def check_neox_pythia(folder: Path, said: str) -> None:

@@ -98,7 +98,7 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_one_continues(
         time.sleep(0.05)
     again = Run(data, tmp_path / "run")
     said = again.run()
-    assert "resumed from" in said  # and neither a lease nor anything else of the killed run stands in the way
+    assert "resumed from" in said  # neither a lease nor anything else of the killed run blocks it
     assert_as_if_nothing_happened(again.folder, whole)
 
 

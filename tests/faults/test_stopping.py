@@ -19,7 +19,7 @@ SLOW_STEPS = {"kind": "slow", "rank": 0, "batch": 1}  # so that there is time to
 
 
 def stopped_at(run: Run) -> int:
-    """The one checkpoint that is no regular one."""
+    """The one checkpoint that was not saved at an interval."""
     steps = steps_in(run.folder / "checkpoints")
     assert len(steps) == steps[-1] // 4 + (steps[-1] % 4 > 0)
     return steps[-1]

@@ -21,7 +21,7 @@ HOOK = str(Path(__file__).parent / "hook")
 
 
 def content(folder: Path) -> dict[str, str]:
-    """The files of a data set and their hashes."""
+    """The files of a dataset and their hashes."""
     files = [p for p in folder.rglob("*") if p.is_file() and ".prepare-train" not in p.parts]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
@@ -95,7 +95,7 @@ def test_killed_shares_are_run_again_and_the_bytes_are_those_of_a_local_preparat
     run.submit()
     run.wait_for_end()
     assert run.states() == ["COMPLETED"] * 4, run.output()
-    assert "already done" in run.ingot("logs", str(run.folder), "--rank", "2")  # it went on, and did not begin anew
+    assert "already done" in run.ingot("logs", str(run.folder), "--rank", "2")  # it continued, and did not start over
     assert "state: finished" in run.ingot("status", str(run.folder))
     assert content(run.out) == content(tmp_path / "whole")
 

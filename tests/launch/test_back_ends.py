@@ -139,7 +139,7 @@ def test_a_local_run_is_stopped_now_and_launched_again(
     finally:
         launcher.kill()
         launcher.wait()
-    assert ingot("stop", "--now", str(run)).stdout.strip().endswith("it has no job that could be ended")
+    assert ingot("stop", "--now", str(run)).stdout.strip().endswith("it has no job to end")
     spec = read_spec(run / "launch" / "spec.json")
     path = run / "launch" / "spec.json"
     more = f"max_duration={newest_checkpoint(run) + 3}ba"

@@ -193,8 +193,8 @@ def test_qk_ln_of_heads_is_megatrons(norm: str) -> None:
     attention(x, tables, lambda q, k, v, dropout: given.update(q=q, k=k) or q)
     mixed = attention.qkv(x).view(2, 40, 2, 5, 8)  # for each group its three queries, its key, its value
     for name, own, part in (("q", attention.q_norm, mixed[..., :3, :]), ("k", attention.k_norm, mixed[..., 3:4, :])):
-        centred = part - part.mean(-1, keepdim=True) if norm == "layernorm" else part
-        normal = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * own.weight
+        centered = part - part.mean(-1, keepdim=True) if norm == "layernorm" else part
+        normal = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * own.weight
         normal = normal + own.bias if norm == "layernorm" else normal
         expected = rotate(normal.flatten(2, 3).transpose(1, 2), tables)
         assert torch.allclose(given[name], expected, atol=1e-5)

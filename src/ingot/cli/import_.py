@@ -23,7 +23,7 @@ def import_(
 ) -> None:
     """Convert another stack's checkpoint to a run folder.
 
-    Generate from the run folder, evaluate it, export it, or train on.
+    Generate from the run folder, evaluate it, export it, or continue training.
 
     Examples:
       ingot import ./pythia-160m -o runs/pythia

@@ -11,7 +11,7 @@ from ingot.data.prepare.options import PrepareOptions, check_options
 from ingot.data.sources.input_files import hub_source
 from ingot.errors import DataError
 
-# Data sets that GPT-NeoX's prepare_data.py knows by name, and where it fetches them.
+# Datasets that GPT-NeoX's prepare_data.py knows by name, and where it fetches them.
 NEOX_DATASETS = {
     "enwik8": ["http://data.deepai.org/enwik8.zip"],
     "pile_subset": ["https://the-eye.eu/public/AI/pile/train/00.jsonl.zst"],
@@ -97,9 +97,9 @@ def read_request(given: Mapping[str, Any]) -> PrepareRequest:
 
 def _check_peer(peer: PeerOptions, values: Mapping[str, Any]) -> None:
     if bool(values.get("input")) == bool(peer.dataset):
-        raise DataError("give either --path with files, or --dataset with the name of a hub data set")
+        raise DataError("give either --path (files) or --dataset (the name of a hub dataset)")
     if (values.get("out_root") is None) == (values.get("output_prefix") is None):
-        raise DataError("give either --out_root, or --output_prefix for Megatron's files")
+        raise DataError("give either --out_root or --output_prefix (for Megatron's files)")
     if peer.dataset_impl != "mmap":
         raise DataError(f"--dataset_impl {peer.dataset_impl}: only mmap is written, which all readers know")
     if peer.use_tokenizer_eos and values.get("eos_text") is not None:

@@ -13,7 +13,9 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=OptionCommand)
-def stop(run: Run, now: Annotated[bool, typer.Option("--now", help="End its jobs now, saved or not.")] = False) -> None:
+def stop(
+    run: Run, now: Annotated[bool, typer.Option("--now", help="End its jobs now, even if they have not saved.")] = False
+) -> None:
     """Ask a run to save and stop.
 
     It stops after its current step. The same command, or

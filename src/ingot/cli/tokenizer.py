@@ -22,7 +22,7 @@ Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, fold
 Texts = Annotated[list[str] | None, typer.Option("--text", help="Text to measure on; may be repeated.")]
 Key = Annotated[str, typer.Option(help="Field or column of JSON, Parquet and CSV files that holds the text.")]
 Name = Annotated[str, typer.Argument(metavar="TOKENIZER", help="Folder, tokenizer.json or hub id.")]
-Sample = Annotated[str, typer.Option(help="Most bytes of text to encode.")]
+Sample = Annotated[str, typer.Option(help="How much text to encode at most.")]
 Names = Annotated[list[str], typer.Argument(metavar="TOKENIZER...", help="Folders, files or hub ids.")]
 
 
@@ -39,7 +39,7 @@ def train(
     special: Annotated[
         list[str] | None, typer.Option(help="Special token; may be repeated, the first ends documents.")
     ] = None,
-    sample: Annotated[str, typer.Option(help="Most bytes of input to learn from; bounds memory.")] = "1GB",
+    sample: Annotated[str, typer.Option(help="How much text to learn from at most; bounds memory.")] = "1GB",
     key: Key = "text",
 ) -> None:
     """Train a byte-level BPE tokenizer on your text.

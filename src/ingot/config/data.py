@@ -49,8 +49,8 @@ class DatasetConfig(Section):
     """Where the data is, if not in path: s3://, gs://, az://, http(s):// or another folder. Shards are prefetched,
     verified, and kept in path. Credentials come from the environment."""
     cache_limit: int | None = Field(default=None, gt=0)
-    """Bytes of fetched or unpacked shards to keep in path, such as 100GB; the least recently used are deleted first,
-    files that were there before never. Default: no limit."""
+    """Bytes of fetched or unpacked shards to keep in path, such as 100GB; the least recently used are deleted first;
+    files that were already there are kept. Default: no limit."""
     token_encoding_type: Literal["int64", "int32", "int16", "uint32", "uint16", "uint8"] = "int64"
     """Type of the tokens in MDS columns of encoding `bytes`, which does not state it."""
 

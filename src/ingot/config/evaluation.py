@@ -55,7 +55,7 @@ class TaskConfig(Section):
     max_seq_len: int | None = Field(default=None, gt=0)
     """Longest row in tokens; longer prompts lose their beginning. Default: that of the model."""
     padding_size: int | None = Field(default=None, gt=0)
-    """Overrides max_seq_len, but for generation."""
+    """Overrides max_seq_len, except in tasks that generate."""
     prompt_string: str = ""
     """Text at the very start."""
     example_delimiter: str = "\n"

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a model on a data set."""
+"""Loss, perplexity and bits per byte of a model on a dataset."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def evaluate(
     """The mean loss over the validation data of a run, or over as many samples as the config says. `alive` is called
     before each batch.
 
-    The ranks take turns: of every so many batches each evaluates one, and all evaluate equally many.
+    The ranks take turns, a batch each, and all evaluate the same number of batches.
     """
     source = config.sources.eval
     assert source is not None
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def _byte_counter(config: RunConfig, dataset: Dataset, tokenizer: Tokenizer | None) -> Callable[[np.ndarray], float]:
-    """How many bytes of text some tokens are: exactly if there is a tokenizer, else by the data set's average."""
+    """How many bytes of text some tokens represent: exactly with a tokenizer, otherwise by the dataset's average."""
     known = tokenizer.token_bytes() if tokenizer is not None else None
     if known is None:
         per_token = dataset.bytes_per_token or 0.0

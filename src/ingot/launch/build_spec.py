@@ -87,7 +87,7 @@ def signal_seconds(run: Path) -> tuple[int, str]:
 
 
 def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
-    """Nodes with at least so many failures that are their own fault, over all jobs of a run."""
+    """Nodes with at least this many failures of their own, over all jobs of a run."""
     hosts = [line["host"] for line in read_all_failures(run) if line["kind"] in NODE_KINDS]
     counts = Counter([*LaunchFolder(run).lost_nodes(), *(host for host in hosts if host and isinstance(host, str))])
     return {host: count for host, count in counts.items() if count >= least}

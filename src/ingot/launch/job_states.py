@@ -66,7 +66,7 @@ def end_jobs(run: Path) -> str:
         elif any(is_living(state) for state in states.values()):
             _end(job)
             done.append(f"ended job {job.id}")
-    return "; ".join(done) or "it has no job that could be ended"
+    return "; ".join(done) or "it has no job to end"
 
 
 def _states(job: Job) -> dict[str, str] | None:

@@ -1,7 +1,7 @@
 """LLM Foundry YAML: current files, older ones with `data_local` at the top, and the `mosaic_gpt` files before them.
 
 Composer's time strings, global batch and schedules are ours too, so most keys keep their names. What differs: MPT's
-nested model sections, the streaming data set's keys, and the defaults that its YAMLs leave out.
+nested model sections, the streaming dataset's keys, and the defaults that its YAMLs leave out.
 """
 
 import math
@@ -35,7 +35,7 @@ def _translate(t: Translation) -> None:
     if any(key.startswith("eval_loader.") for key in t.given):
         _loader(t, "data.eval", "eval_loader")
     elif t.get("eval_loader"):
-        t.refuse("eval_loader", "names several data sets, and a run evaluates on one; keep one")
+        t.refuse("eval_loader", "names several datasets, and a run evaluates on one; keep one")
 
 
 def _model(t: Translation) -> None:
@@ -239,7 +239,7 @@ def _loader(t: Translation, native: str, loader: str) -> None:
         t.put(f"{target}.path", local, f"{source}.local")
         for key in ("remote", "split", "cache_limit", "token_encoding_type", *["proportion"] * bool(names)):
             foreign = f"{source}.{key}"
-            if key in ("split", "token_encoding_type"):  # a stream without its own takes that of the data set
+            if key in ("split", "token_encoding_type"):  # a stream without its own takes that of the dataset
                 foreign = t.first_given(foreign, f"{section}.{key}")
             if (value := t.get(foreign)) is not None and not (key == "remote" and value == local):
                 t.put(f"{target}.{'weight' if key == 'proportion' else key}", value, foreign)

@@ -186,7 +186,9 @@ def _schedule(t: Translation) -> None:
     if (tokens := t.size("train_tokens")) is not None:  # whichever is reached first
         iterations = min(iterations, -(-tokens // per_batch["tok"]))
     if (stop := t.size("exit_interval")) is not None and stop < iterations:
-        t.warnings.append(f"exit_interval: stops after {stop} of {iterations} iterations; raise max_duration to go on")
+        t.warnings.append(
+            f"exit_interval: stops after {stop} of {iterations} iterations; raise max_duration to continue"
+        )
         iterations = stop
     t.put("max_duration", common.count(iterations), f"train_{what}", "train_tokens", "exit_interval")
     others = tuple({"samples", "iters"} - {what})

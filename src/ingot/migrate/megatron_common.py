@@ -174,7 +174,7 @@ def put_documents(t: Translation, flags: dict[str, str], eod: int | None) -> Non
 
 
 def put_data(t: Translation, whole: DataSets, parts: dict[str, DataSets]) -> None:
-    """Data sets with weights: `whole` is split by documents, `parts` (training, then validation) are separate."""
+    """Datasets with weights: `whole` is split by documents, `parts` (training, then validation) are separate."""
     if bool(whole) == any(parts.values()):
         t.refuse("data_path", f"name the data once: with data_path, or with {' and '.join(parts)}")
     for native, (key, sets) in zip(("data.train", "data.eval"), parts.items(), strict=True):

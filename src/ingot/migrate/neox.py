@@ -96,7 +96,7 @@ def _data(t: Translation) -> None:
     for part in ("train", "valid"):
         paths, weights = (common.listed(t.get(f"{part}_data_{what}")) for what in ("paths", "weights"))
         if weights and len(weights) != len(paths):
-            t.refuse(f"{part}_data_weights", f"has {len(weights)} weights for {len(paths)} data sets")
+            t.refuse(f"{part}_data_weights", f"has {len(weights)} weights for {len(paths)} datasets")
             weights = []
         parts[f"{part}_data_paths"] = list(zip(weights or [1.0] * len(paths), paths, strict=True))
         t.skip("weights of the mixture", f"{part}_data_weights")
@@ -126,7 +126,7 @@ def _optimizer(t: Translation) -> None:
         return
     length = common.count(iterations) if iterations else common.count(epochs, "ep")
     if (stop := t.size("exit_interval")) is not None and (iterations is None or stop < iterations):
-        t.warnings.append(f"exit_interval: stops after {stop} iterations; raise max_duration to go on")
+        t.warnings.append(f"exit_interval: stops after {stop} iterations; raise max_duration to continue")
         length = common.count(stop)
     t.put("max_duration", length, "train_iters", "train_epochs", "exit_interval")
     total, unit = (iterations, "ba") if iterations else (1.0, "dur")

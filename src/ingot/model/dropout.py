@@ -65,7 +65,7 @@ def kept(keys: Tensor, columns: Tensor, p: float) -> Tensor:
 
 
 def threshold(p: float) -> int:
-    """The int32 below which a share p of all int32 lie."""
+    """The int32 that a share p of all int32 are below."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 

@@ -76,7 +76,7 @@ def plan_execution(config: RunConfig, env: RankEnv, listener: RunListener) -> Ex
 
 
 def open_inputs(config: RunConfig, listener: RunListener) -> Inputs:
-    """Open the data sets and the tokenizer, checked against the model."""
+    """Open the datasets and the tokenizer, checked against the model."""
     shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     train = open_dataset(config.sources.train, *shape)
     listener.note(f"data {train.describe()}")
@@ -126,7 +126,7 @@ def check_continues(manifest: Manifest, state: ResumeState, config: RunConfig, i
         )
     if not manifest.has_training_state and manifest.step < total:
         raise CheckpointError(
-            f"{folder} was saved with save_weights_only and cannot be continued; train on from its weights in another "
+            f"{folder} was saved with save_weights_only and cannot be continued; start from its weights in another "
             f"folder with load_path={folder}, or start over with --fresh"
         )
     tokenizer = inputs.tokenizer.fingerprint() if inputs.tokenizer is not None else None

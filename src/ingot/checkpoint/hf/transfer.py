@@ -44,7 +44,9 @@ def import_hf(folder: Path, out: Path, read: Reader = read_hf) -> dict[str, Any]
         save_checkpoint(out, 0, {MODEL: described}, state, lambda _, name: tensors.get(name))
         if tokenizer := tokenizer_folder(folder):
             load_tokenizer(tokenizer).save(out / "tokenizer")
-        header = f"# Imported from {folder.name}. To train on: ingot train {out}/config.yaml data=... load_path={out}\n"
+        header = (
+            f"# Imported from {folder.name}. Train it with: ingot train {out}/config.yaml data=... load_path={out}\n"
+        )
         write_whole(out / "config.yaml", header + yaml.safe_dump(values, sort_keys=False))
     except OSError as error:
         raise disk_error("write", out, error) from None

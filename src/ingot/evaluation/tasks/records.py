@@ -69,7 +69,7 @@ def by_category(records: list[Record], task: TaskConfig) -> Iterator[tuple[str, 
 def _files(uri: str) -> list[str]:
     if is_url(uri):
         if uri.startswith("hf://"):
-            raise DataError(f"{uri}: hub data sets are not read as tasks; save it as a .jsonl file and give its path")
+            raise DataError(f"{uri}: hub datasets are not read as tasks; save it as a .jsonl file and give its path")
         return [uri]
     path = Path(uri)
     if path.is_dir():

@@ -2,8 +2,8 @@
 
 The nodes talk only through files of the run folder, `launch/preflight/ATTEMPT/`: the network is not trusted yet, and
 the folder must be shared anyway; a node that the others cannot see there is named. Each writes what it found, waits for
-the others, and judges all reports by the same pure functions; the first to reach a result writes it for all. So there
-is no coordinator to lose, and no extra job step.
+the others, and judges all reports by the same pure functions; the first to reach a result writes it for all. So no
+coordinator can be lost, and no extra job step is needed.
 """
 
 import contextlib

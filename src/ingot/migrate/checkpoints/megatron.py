@@ -82,7 +82,7 @@ def read_megatron(
     ranks = [_rank([found[stage, rank] for stage in range(stages)], config) for rank in range(tp)]
     version = found[0, 0].values.get("checkpoint_version") or 0
     qkv = "blocks" if version == 0 else "last" if version == 1 else "grouped"
-    layout = SliceLayout(qkv, padding=padding * tp, centred_norms=bool(args.get("apply_layernorm_1p")))
+    layout = SliceLayout(qkv, padding=padding * tp, centered_norms=bool(args.get("apply_layernorm_1p")))
     return config, MergedTensors(config, ranks, layout, str(folder))
 
 

@@ -38,7 +38,7 @@ class SliceLayout:
     """Row-parallel biases are added on every rank before the reduction, so the model's bias is their sum."""
     padding: int = 1
     """Rows of the embedding are padded to a multiple of this; what our config does not need is cut."""
-    centred_norms: bool = False  # norm weights are stored less one
+    centered_norms: bool = False  # norm weights are stored less one
 
 
 class MergedTensors:
@@ -76,8 +76,8 @@ class MergedTensors:
             copied = slices(name)
             if f"{part}.{leaf}" in ROW_BIASES and self.layout.summed_biases:
                 return torch.stack([bias.float() for bias in copied]).sum(0).to(copied[0].dtype)
-            centred = self.layout.centred_norms and "norm" in part and leaf == "weight"
-            return _mean(copied).float() + 1 if centred else _mean(copied)
+            centered = self.layout.centered_norms and "norm" in part and leaf == "weight"
+            return _mean(copied).float() + 1 if centered else _mean(copied)
         merged = torch.cat(slices(name), dim=1 if f"{part}.{leaf}" in ROW_PARALLEL else 0)
         if name in EMBEDDINGS and 0 <= merged.shape[0] - self.config.vocab_rows < self.layout.padding:
             merged = merged[: self.config.vocab_rows]

@@ -41,7 +41,7 @@ def _scale(x, weight, bias, column, inside, BIAS: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(x_in, y_in, weight, bias, total, out, stats, width, eps, ADD: tl.constexpr, BIAS: tl.constexpr,
-                 CENTRE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+                 CENTER: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):  # fmt: skip
     """One row: its first MAIN columns, then REST more (block sizes must be powers of two, the width need not be)."""
     row = tl.program_id(0).to(tl.int64)
     main = tl.arange(0, MAIN)
@@ -51,7 +51,7 @@ def _norm_kernel(x_in, y_in, weight, bias, total, out, stats, width, eps, ADD: t
         rest = MAIN + tl.arange(0, REST)
         at_rest, inside = row * width + rest, rest < width
         x_rest = _sum(x_in, y_in, total, at_rest, inside, ADD)
-    if CENTRE:
+    if CENTER:
         mean = tl.sum(x, 0)
         if REST:
             mean += tl.sum(x_rest, 0)
@@ -82,7 +82,7 @@ def _slopes(d_out, d_total, total, at, inside, mean, spread):
 
 
 @triton.jit
-def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows, width, tall, CENTRE: tl.constexpr,
+def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows, width, tall, CENTER: tl.constexpr,
                           MAIN: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Each program handles `tall` rows and writes its three partial sums to sums [3, programs, width]."""
     main = tl.arange(0, MAIN)
@@ -101,19 +101,19 @@ def _norm_backward_kernel(d_out, d_total, total, stats, weight, d_x, sums, rows,
     for down in tl.range(0, min(tall, rows - first), num_stages=STAGES):
         row = first.to(tl.int64) + down
         at = row * width
-        mean, spread = tl.load(stats + row * 2) if CENTRE else 0.0, tl.load(stats + row * 2 + 1)
+        mean, spread = tl.load(stats + row * 2) if CENTER else 0.0, tl.load(stats + row * 2 + 1)
         g, x, past = _slopes(d_out, d_total, total, at + main, True, mean, spread)
         by_weight += g * x
         by_bias += g
         g *= w
-        along, level = tl.sum(g * x, 0), tl.sum(g, 0) if CENTRE else 0.0
+        along, level = tl.sum(g * x, 0), tl.sum(g, 0) if CENTER else 0.0
         if REST:
             g_rest, x_rest, past_rest = _slopes(d_out, d_total, total, at + rest, inside, mean, spread)
             by_weight_rest += g_rest * x_rest
             by_bias_rest += g_rest
             g_rest *= w_rest
             along += tl.sum(g_rest * x_rest, 0)
-            level += tl.sum(g_rest, 0) if CENTRE else 0.0
+            level += tl.sum(g_rest, 0) if CENTER else 0.0
         along, level = along / width, level / width
         g = past + (g - level - x * along) * spread
         by_sum += g
@@ -142,7 +142,7 @@ def _plan(width: int) -> tuple[int, int, int]:
 
 @library.custom_op("ingot::add_norm", mutates_args=())
 def _add_norm(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + y (empty without y), its norm, and each row's mean (if subtracted) and reciprocal deviation; x, y [n, d]."""
     rows, width = x.shape
@@ -150,7 +150,7 @@ def _add_norm(
     total = torch.empty_like(x) if y is not None else x.new_empty(0)
     out, stats = torch.empty_like(x), torch.empty(rows, 2, device=x.device)
     _norm_kernel[(rows,)](
-        x, y, weight, bias, total, out, stats, width, eps, y is not None, bias is not None, centre, main, rest,
+        x, y, weight, bias, total, out, stats, width, eps, y is not None, bias is not None, center, main, rest,
         num_warps=warps,
     )  # fmt: skip
     return total, out, stats
@@ -158,7 +158,7 @@ def _add_norm(
 
 @_add_norm.register_fake
 def _(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = torch.empty_like(x) if y is not None else x.new_empty(0)
     return total, torch.empty_like(x), x.new_empty(x.shape[0], 2, dtype=torch.float32)
@@ -173,7 +173,7 @@ def _programs(total: Tensor) -> int:
 
 @library.custom_op("ingot::add_norm_backward", mutates_args=())
 def _add_norm_backward(
-    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centre: bool
+    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, center: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x and y, and partial sums for the norm's weight and bias and for y's bias."""
     rows, width = total.shape
@@ -181,7 +181,7 @@ def _add_norm_backward(
     programs = _programs(total)
     d_x, sums = torch.empty_like(total), torch.empty(3, programs, width, device=total.device)
     _norm_backward_kernel[(programs,)](
-        d_out, d_total, total, stats, weight, d_x, sums, rows, width, triton.cdiv(rows, programs), centre, main, rest,
+        d_out, d_total, total, stats, weight, d_x, sums, rows, width, triton.cdiv(rows, programs), center, main, rest,
         STAGES if width <= 8192 else 1, num_warps=warps,
     )  # fmt: skip  # wider rows would not fit in a multiprocessor's shared memory when prefetched
     return d_x, sums
@@ -189,7 +189,7 @@ def _add_norm_backward(
 
 @_add_norm_backward.register_fake
 def _(
-    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, centre: bool
+    d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, center: bool
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(total), weight.new_empty(3, _programs(total), total.shape[1], dtype=torch.float32)
 
@@ -204,20 +204,20 @@ class _AddNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        centre: bool,
+        center: bool,
     ) -> tuple[Tensor, Tensor]:
         flat = x.flatten(0, -2)
-        total, out, stats = _add_norm(flat, y.flatten(0, -2) if y is not None else None, weight, bias, eps, centre)
+        total, out, stats = _add_norm(flat, y.flatten(0, -2) if y is not None else None, weight, bias, eps, center)
         total = total if y is not None else flat
         ctx.save_for_backward(total, stats, weight)
-        ctx.centre = centre
+        ctx.center = center
         return total.view(x.shape), out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor, d_out: Tensor) -> tuple[Tensor | None, ...]:
         total, stats, weight = ctx.saved_tensors
         flat = (d.contiguous().view(total.shape) for d in (d_out, d_total))
-        d_x, sums = _add_norm_backward(*flat, total, stats, weight, ctx.centre)
+        d_x, sums = _add_norm_backward(*flat, total, stats, weight, ctx.center)
         d_x = d_x.view(d_out.shape)
         by_weight, by_bias, by_sum = sums.sum(1)
         _, y, y_bias, _, bias, _, _ = ctx.needs_input_grad
@@ -230,5 +230,5 @@ def add_norm(
     """x + y, or x itself, and its norm, both in x's dtype. `y_bias` is a bias already added to y by a layer that leaves
     its gradient to this function."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
-    centre = isinstance(norm, nn.LayerNorm)
-    return _AddNorm.apply(x, y, y_bias, norm.weight, norm.bias if centre else None, norm.eps, centre)
+    center = isinstance(norm, nn.LayerNorm)
+    return _AddNorm.apply(x, y, y_bias, norm.weight, norm.bias if center else None, norm.eps, center)

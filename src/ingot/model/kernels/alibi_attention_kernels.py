@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 @triton.jit
 def reach(qkv, slopes, reach, T, sb, st, sg, ss, H, scale, bits, P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
            ROWS: tl.constexpr):  # fmt: skip
-    """How many tokens back a head of a sequence must look: one program each."""
+    """How many tokens back a head of a sequence must look; one program for each."""
     bh = tl.program_id(0)
     b, h = (bh // H).to(tl.int64), bh % H
     base = qkv + b * sb + (h // P) * sg
@@ -45,7 +45,7 @@ def reach(qkv, slopes, reach, T, sb, st, sg, ss, H, scale, bits, P: tl.constexpr
 
 @triton.jit
 def _tile(base, row, column, st, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
-    """Rows of a [T, D] matrix, zero where there is nothing; without EDGE all rows are there."""
+    """Rows of a [T, D] matrix, zero outside of it; without EDGE all rows are inside."""
     at = base + row[:, None] * st + column[None, :]
     if D != DP:
         return tl.load(at, mask=(row < T)[:, None] & (column < D)[None, :], other=0.0)
@@ -75,7 +75,7 @@ def _kept(row_key, key, least):
 def _over_keys(highest, total, result, q, k_base, v_base, row, since, row_key, least, column, low, end, first, T, st,
                slope, scale, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, EDGE: tl.constexpr,
                SPAN: tl.constexpr, DROP: tl.constexpr):  # fmt: skip
-    """The softmax goes on over the keys low to end; EDGE where some are not seen."""
+    """Continue the softmax over the keys low to end; EDGE where some are not seen."""
     for start in range(low, end, N):
         key = start + tl.arange(0, N)
         k = _tile(k_base, key, column, st, T, D, DP, EDGE)
@@ -167,7 +167,7 @@ def delta(out, d_out, delta, T, H, rows, D: tl.constexpr, DP: tl.constexpr, ROWS
 def _over_queries(d_k, d_v, k, v, q_base, o_base, lse, delta, keys, least, gain, span, key, column, low, end, T, st,
                   so, slope, scale, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
                   SPAN: tl.constexpr, DROP: tl.constexpr):  # fmt: skip
-    """The gradients of keys and values grow by the queries low to end; EDGE where some do not see all keys."""
+    """Add to the gradients of keys and values from the queries low to end; EDGE where some do not see all keys."""
     for start in range(low, end, M):
         row = start + tl.arange(0, M)
         q = _tile(q_base, row, column, st, T, D, DP, True)
@@ -242,7 +242,7 @@ def backward_kv(qkv, d_out, d_qkv, sums, lse, delta, slopes, reach, keys, least,
 def _over_keys_back(d_q, q, d_o, level, inner, k_base, v_base, row, since, row_key, least, gain, column, low, end,
                     first, T, st, slope, scale, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
                     EDGE: tl.constexpr, SPAN: tl.constexpr, DROP: tl.constexpr):  # fmt: skip
-    """The gradient of queries grows by the keys low to end."""
+    """Add to the gradient of queries from the keys low to end."""
     for start in range(low, end, N):
         key = start + tl.arange(0, N)
         k = _tile(k_base, key, column, st, T, D, DP, EDGE)

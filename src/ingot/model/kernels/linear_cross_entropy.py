@@ -7,9 +7,9 @@ states follow at once. So nothing of size [tokens, vocabulary] outlives its chun
 The usual chunked loss saves the same memory but computes the logits a second time in the backward pass; the compiler's
 own fusion computes them once but reads and writes them three to four times.
 
-The kernel reads a row once and writes it once. Softmax wants its sum first, hence the usual two passes; but the sum is
-one number per row, so it is left out of the row and multiplied in where the rows are short: `scales`, on the hidden
-states and on their gradient.
+The kernel reads a row once and writes it once. Softmax needs its sum first, hence the usual two passes; but the sum is
+one number per row, so it is factored out and applied where rows are short: `scales`, on the hidden states and on their
+gradient.
 
 Shapes: N tokens, d width, V vocabulary, R rows of the weight (V and padding).
 """
@@ -27,7 +27,7 @@ from ingot.model.kernels.conditions import autocast_dtype
 
 CHUNK_BYTES = 2 << 30  # of logits at a time: few and large chunks keep the matrix products efficient
 BLOCK, WARPS = 4096, 4  # the fastest of nine on an H200
-ROOM = tl.constexpr(40.0)  # how far a logit may lie above the level: e^40 is well within bf16 and within sums in fp32
+ROOM = tl.constexpr(40.0)  # how far a logit may be above the level: e^40 is well within bf16 and within sums in fp32
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _softmax(logits, labels, losses, scales, V, R, ignore, GRADIENT: tl.constexp
         at = start + column
         x = tl.load(base + at, mask=at < V, other=float("-inf")).to(tl.float32)
         top = tl.max(x, 0)
-        if top > level + ROOM:  # hardly ever: bring what is written to a new level
+        if top > level + ROOM:  # rare: rescale what is already written to a new level
             fade = tl.exp(level - top)
             if GRADIENT:
                 for back in range(0, start, BLOCK):

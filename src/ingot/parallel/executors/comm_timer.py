@@ -64,7 +64,7 @@ class CommTimer:
         def on_gpu(*args: Any, **kwargs: Any) -> Any:
             stream = torch.cuda.current_stream()
             if stream != torch.cuda.default_stream() or (isinstance(args[0], torch.cuda.Stream) and args[0] != stream):
-                return plain(*args, **kwargs)  # a communication stream waits for another: compute goes on
+                return plain(*args, **kwargs)  # a communication stream waits for another: compute continues
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
             result = plain(*args, **kwargs)
