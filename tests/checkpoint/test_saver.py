@@ -14,7 +14,6 @@ from conftest import TINY
 from safetensors.torch import load_file
 
 import ingot.checkpoint.async_writer as saver_module
-import ingot.training.checkpointer as saving_module
 from ingot.api import train
 from ingot.checkpoint.async_writer import AsyncWriter
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
@@ -26,7 +25,7 @@ from ingot.checkpoint.store import CheckpointTensors, clear_drafts, consolidate,
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
-from ingot.parallel.coordinator import LocalCoordinator
+from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.training.checkpointer import Checkpointer
 
 
@@ -206,12 +205,14 @@ def test_consolidating_gives_the_same_tensors_in_one_file_of_each_kind(tmp_path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_closing_waits_for_a_slow_save_unless_other_ranks_may_be_dead(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, ranks: int
+    tmp_path: Path, gate: threading.Event, ranks: int
 ) -> None:
     """A save by several ranks may wait forever for one that has died; a save by one rank finishes, however slow."""
-    monkeypatch.setattr(saving_module, "PATIENCE", 0.05)
     config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}"])
     coordinator = LocalCoordinator()
+    if ranks > 1:
+        assert StoreCoordinator.last_save_seconds is not None
+        coordinator.last_save_seconds = 0.05
     executor: Any = SimpleNamespace(parameters=[], parameter_shapes={}, coordinator=coordinator)
     unused: Any = None
     saving = Checkpointer(config, unused, executor, unused, unused)

@@ -17,7 +17,7 @@ from test_launch import LIMIT, WIDE
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.executors.base import MemoryUse
+from ingot.parallel.executors.base import RECOMPUTE_KINDS, MemoryUse, recompute_kinds
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
 from ingot.report.metrics_file import read_rows
@@ -60,6 +60,7 @@ class FakeExecutor:
                  recovers: bool = True):  # fmt: skip
         self.limit, self.use, self.layout, self.can_recover_from_oom = limit, use, layout, recovers
         self.enough_tokens = 4096 if recovers else 8192
+        self.min_microbatches, self.recompute_kinds = 1, RECOMPUTE_KINDS
         self.microbatch, self.recompute, self.tried = 0, None, []
         self.hold_choices, self.holds_weights = {False: "weights gathered for each pass"}, False
 
@@ -115,6 +116,7 @@ def test_ranks_recompute_as_little_as_leaves_room_for_some_sequences_and_never_f
 ) -> None:
     config = load_config(RunConfig, [*arguments.split(), "data=x"])
     executor = FakeExecutor(gibibytes and gibibytes << 30, estimated(config, layout), layout, recovers=False)
+    executor.recompute_kinds = recompute_kinds(config, layout)
     choose_microbatch(config, executor, tmp_path)  # type: ignore[arg-type]
     assert executor.recompute == recomputed
     if config.activation_checkpointing == "auto" and gibibytes:

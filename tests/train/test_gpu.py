@@ -154,9 +154,9 @@ def test_the_automatic_microbatch_fits_and_divides_the_batch(data: Path, tmp_pat
 def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None:
     from ingot.config.load import load_config
     from ingot.config.run import RunConfig
-    from ingot.parallel.executors.base import NoMessages
+    from ingot.parallel.executors.base import RECOMPUTE_KINDS, NoMessages
     from ingot.parallel.executors.build import build_single
-    from ingot.training.microbatch_search import KINDS, choose_microbatch
+    from ingot.training.microbatch_search import choose_microbatch
 
     config = load_config(RunConfig, ["mpt-125m", "model.d_model=1024", "model.n_heads=8", "model.n_layers=8",
                                      "model.vocab_size=512", "global_train_batch_size=2", "data.train.path=x"])  # fmt: skip
@@ -167,7 +167,7 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
     executor = build_single(config, device, False, NoMessages())
     executor.probe_memory(2)  # what is allocated once is not a kind's
     peaks = []
-    for kind in KINDS:
+    for kind in RECOMPUTE_KINDS:
         executor.set_recompute(kind)
         use = executor.probe_memory(2)
         assert use is not None
@@ -176,7 +176,7 @@ def test_the_less_memory_there_is_the_more_is_recomputed(tmp_path: Path) -> None
     try:
         # a little less than the kind before needs: fragments of memory take their part of the rest
         limits = (1.5 * peaks[0], *(0.95 * more + 0.05 * less for more, less in pairwise(peaks)))
-        for kind, limit in zip(KINDS, limits, strict=True):
+        for kind, limit in zip(RECOMPUTE_KINDS, limits, strict=True):
             torch.cuda.set_per_process_memory_fraction(limit / total, device)
             for asked in (2, "auto"):
                 executor.config = config.model_copy(update={"device_train_microbatch_size": asked})

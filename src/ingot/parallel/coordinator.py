@@ -24,6 +24,8 @@ class Coordinator(ABC):
 
     rank = 0
     world_size = 1
+    last_save_seconds: float | None = None
+    """How long to wait for a save in flight when this rank ends; None for as long as it takes."""
 
     @property
     def is_first(self) -> bool:
@@ -64,6 +66,8 @@ class LocalCoordinator(Coordinator):
 
 class StoreCoordinator(Coordinator):
     """One of several ranks that share a store."""
+
+    last_save_seconds = 30.0  # the others may have failed, and a save needs them all
 
     def __init__(self, world: World, topic: str = "checkpoint"):
         self.rank, self.world_size, self._world = world.place.rank, world.place.world, world

@@ -36,7 +36,6 @@ from ingot.training.runtime.run_files import FINISHED, METRICS
 
 SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint at that time
 ESTIMATE_MARGIN = 1.25  # over the limit of a manifest's size, before step 1; each save checks the real size
-PATIENCE = 30.0  # seconds to wait for a save in flight when a run of several ranks fails
 
 
 class Checkpointer:
@@ -86,7 +85,7 @@ class Checkpointer:
 
     def after_step(self) -> None:
         """Forward messages of the background threads. After the first step, prepare the first save."""
-        if not self._prepared and not (self.full and self.executor.layout.size > 1):
+        if not self._prepared and not self.full:  # otherwise it would gather all tensors
             self.writer.prepare(self._tensors())
         self._prepared = True
         self._forward_news()
@@ -120,8 +119,8 @@ class Checkpointer:
         self._forward_news()
 
     def close(self) -> None:
-        """Let a save in flight finish; with several ranks only for a limited time, since others may have failed."""
-        self._wait(None if self.coordinator.world_size == 1 else PATIENCE)
+        """Let a save in flight finish, unless it may wait forever for ranks that have failed."""
+        self._wait(self.coordinator.last_save_seconds)
 
     def _wait(self, timeout: float | None = None) -> None:
         self.writer.wait(timeout)

@@ -27,7 +27,6 @@ from ingot.training.runtime.run_files import MICROBATCH
 CPU_TOKENS = 4096  # per microbatch: beyond this a CPU gains nothing and its caches lose
 ENOUGH_TOKENS = 4096  # per microbatch that holds its weights: beyond this a GPU gains little
 GPU_TOKENS = 65536  # and beyond this it gains nothing
-KINDS = (None, "selective", "full")  # of activation checkpointing, the cheapest first
 TRIED = 1.04  # of the memory that a step may use: a pass alone cannot fail below that
 ESTIMATE_MARGIN = 1.15  # on what the estimate says that two kinds differ by
 
@@ -51,7 +50,7 @@ def choose_microbatch(config: RunConfig, executor: Executor, folder: Path, fresh
     folder does not count for a fresh one."""
     asked = config.device_train_microbatch_size
     too_large = None if fresh else read_oom_size(folder, executor)
-    sizes, why = candidate_sizes(config, executor.layout, too_large)
+    sizes, why = candidate_sizes(config, executor, too_large)
     plans = candidate_plans(config, executor)
     limit = executor.memory_limit()
     cap = GPU_TOKENS if limit is not None else CPU_TOKENS
@@ -117,12 +116,12 @@ def rank_batch(config: RunConfig, layout: Layout) -> int:
     return -(-config.global_train_batch_size // layout.data)
 
 
-def candidate_sizes(config: RunConfig, layout: Layout, too_large: int | None) -> tuple[list[int], str]:
+def candidate_sizes(config: RunConfig, executor: Executor, too_large: int | None) -> tuple[list[int], str]:
     """The sizes to choose from, ascending, and why if there is no choice."""
     asked = config.device_train_microbatch_size
-    batch = rank_batch(config, layout)
-    if asked == "auto" and layout.pipeline > 1:  # enough microbatches to keep every stage busy
-        batch = max(1, batch // (2 * layout.pipeline))
+    batch = rank_batch(config, executor.layout)
+    if asked == "auto":
+        batch = max(1, batch // executor.min_microbatches)
     divisors = [n for n in range(1, batch + 1) if batch % n == 0]
     if too_large is not None:
         divisors = [n for n in divisors if n <= too_large // 2] or [1]
@@ -136,11 +135,7 @@ def candidate_sizes(config: RunConfig, layout: Layout, too_large: int | None) ->
 
 def candidate_plans(config: RunConfig, executor: Executor) -> list[MemoryPlan]:
     """The plans to choose from, the fastest first."""
-    kinds: tuple[str | None, ...] = KINDS
-    if config.activation_checkpointing != "auto":
-        kinds = (config.recompute,)
-    elif executor.layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
-        kinds = (None, "full")  # torch cannot split a selectively recomputed backward pass
+    kinds = executor.recompute_kinds if config.activation_checkpointing == "auto" else (config.recompute,)
     return [MemoryPlan(kind, hold) for kind, hold in product(kinds, sorted(executor.hold_choices, reverse=True))]
 
 

@@ -25,6 +25,8 @@ from ingot.parallel.dtensor import local
 from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import RankEnv
 
+RECOMPUTE_KINDS: tuple[str | None, ...] = (None, "selective", "full")  # of activation checkpointing, the cheapest first
+
 
 @dataclass(frozen=True)
 class NamedParameter:
@@ -82,6 +84,10 @@ class Executor(Protocol):
     """Sequences per forward pass. Set by the microbatch search; an out-of-memory retry may halve it."""
     recompute: str | None
     """What blocks recompute in the backward pass: full, selective or nothing."""
+    recompute_kinds: tuple[str | None, ...]
+    """The kinds of activation checkpointing that work here, the cheapest first."""
+    min_microbatches: int
+    """Microbatches per step that keep every stage of a pipeline busy; 1 without a pipeline."""
     can_recover_from_oom: bool
     """Whether a failed allocation leaves the run intact. False where other ranks would wait inside a collective."""
     hold_choices: dict[bool, str]
@@ -244,6 +250,13 @@ def scale_gradients(gradients: list[Tensor], norm: Tensor, limit: float | None, 
     if factor is not None:
         torch._foreach_mul_(list(gradients), factor)
     return norm
+
+
+def recompute_kinds(config: RunConfig, layout: Layout) -> tuple[str | None, ...]:
+    """The kinds of activation checkpointing that work with a layout, the cheapest first."""
+    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
+        return (None, "full")  # torch cannot split a selectively recomputed backward pass
+    return RECOMPUTE_KINDS
 
 
 def dropout_keys(executor: Executor, config: RunConfig, step: int, rows: int) -> Tensor | None:

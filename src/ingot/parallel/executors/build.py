@@ -6,7 +6,7 @@ import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.parallel.executors.base import Messages
+from ingot.parallel.executors.base import Messages, recompute_kinds
 from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.layout import Layout
 from ingot.parallel.loss_model import BuildOptions, build_loss_model
@@ -52,5 +52,5 @@ def check_distributed(config: RunConfig, layout: Layout) -> None:
                 "precision=fp8 keeps 8-bit weights between passes, so parallel.reshard_after_forward=true saves "
                 "nothing; use auto"
             )
-    if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble" and config.recompute == "selective":
+    if config.recompute not in recompute_kinds(config, layout):
         raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")

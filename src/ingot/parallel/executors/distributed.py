@@ -33,6 +33,7 @@ from ingot.parallel.executors.base import (
     dropout_keys,
     measure_memory,
     pad_batch,
+    recompute_kinds,
     run_microbatches,
     scale_gradients,
     squared_norm,
@@ -59,6 +60,8 @@ class Distributed:
         self.device, self.layout, self.data_rank = self.mesh.device, self.mesh.layout, self.mesh.data_rank
         self.coordinator: Coordinator = StoreCoordinator(world) if world.place.world > 1 else LocalCoordinator()
         self.microbatch = 1
+        self.min_microbatches = 2 * self.layout.pipeline if self.pipeline is not None else 1
+        self.recompute_kinds = recompute_kinds(config, self.layout)
         self.recompute: str | None = None
         # a tied embedding exists twice in a pipeline; the first stage's copy counts
         copies = self.pipeline.tied_copies if self.pipeline is not None else []

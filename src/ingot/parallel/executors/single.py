@@ -16,6 +16,7 @@ from ingot.model.precision import autocast
 from ingot.model.shapes import flops_per_token, parameter_shapes
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.parallel.executors.base import (
+    RECOMPUTE_KINDS,
     MemoryUse,
     Messages,
     NamedParameter,
@@ -41,6 +42,7 @@ class SingleProcess:
 
     layout, rank_env, data_rank = Layout(), RankEnv(), 0
     coordinator: Coordinator = LocalCoordinator()
+    recompute_kinds, min_microbatches = RECOMPUTE_KINDS, 1
     can_recover_from_oom = True
     enough_tokens = 4096
 
