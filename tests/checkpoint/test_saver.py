@@ -1,5 +1,6 @@
 """Saves run in the background, one at a time, and a failed one leaves earlier checkpoints alone."""
 
+import errno
 import os
 import shutil
 import threading
@@ -114,6 +115,21 @@ def test_preparing_ahead_leaves_less_for_the_first_save(tmp_path: Path) -> None:
     saver.save(1, state(), {})
     saver.wait()
     assert planned is not None and saver._planned is planned and saver.problem is None
+
+
+def test_a_file_system_that_cannot_bypass_the_page_cache_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.open
+
+    def refusing(path: object, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")  # as a tmpfs of an older kernel
+        return plain(path, flags, mode)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ingot.checkpoint.safetensors_file.os.open", refusing)
+    assert write_blocks(tmp_path / "x", [memoryview(b"content")]).bytes == 7
+    assert (tmp_path / "x").read_bytes() == b"content"
 
 
 def test_a_failed_write_is_tried_again_from_the_same_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

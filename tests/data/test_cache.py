@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import obstore
@@ -294,6 +295,8 @@ def test_a_pair_in_a_remote_folder_is_found_with_what_prepare_wrote_beside_it(tm
     (tmp_path / "remote/train/train_text_document.meta.json").write_text('{"bytes": 87, "max_token": 10}')
     (tmp_path / "remote/tokenizer").mkdir()
     (tmp_path / "remote/tokenizer/tokenizer.json").write_text("{}")
+    whole = SourceConfig(path=str(tmp_path / "other"), remote=str(tmp_path / "remote/train"))
+    assert open_dataset(whole, 4).tokenizer_folder == tmp_path / "other/tokenizer"  # next to the folder that is named
     source = SourceConfig(path=str(tmp_path / "cache"), remote=str(tmp_path / "remote"), split="train")
     dataset = open_dataset(source, 4)
     assert all_tokens(dataset).tolist() == FLAT
@@ -470,6 +473,52 @@ def test_many_threads_fetch_a_shard_once(tmp_path: Path, server: Server) -> None
     for thread in threads:
         thread.join()
     assert len(found) == 6 and len(server.requests) == 1
+
+
+def test_a_download_that_pauses_is_left_alone_for_the_length_of_a_lease(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mds(server.folder / "data", SHARDS)
+    file = wanted(server.folder / "data/shard.00000.mds")
+    server.faults = lambda name, earlier: "stall"
+    server.gate.clear()
+    first, second = (ShardCache(tmp_path / "cache", Remote(f"{server.url}/data")) for _ in range(2))
+    fetching = threading.Thread(target=first.ensure, args=(file,))
+    fetching.start()
+    assert server.stopped.wait(60)
+    asked, enough, attempt = [], threading.Event(), ShardCache._try
+
+    def counted(cache: ShardCache, *arguments: Any, **options: Any) -> bool:
+        asked.append(cache)
+        if len(asked) == 5:
+            enough.set()
+        return attempt(cache, *arguments, **options)
+
+    monkeypatch.setattr(ShardCache, "_try", counted)
+    waiting = threading.Thread(target=second.ensure, args=(file,))
+    waiting.start()
+    assert enough.wait(60)
+    server.gate.set()
+    fetching.join()
+    waiting.join()
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(("boot", "hashes", "synced"), [("id", True, False), ("id", False, True), ("", True, True)])
+def test_a_fetched_file_is_synced_unless_a_later_start_can_verify_it(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, boot: str, hashes: bool, synced: bool
+) -> None:
+    """A crash may leave it torn: found by its hash, if the machine tells that it was rebooted."""
+    write_mds(server.folder / "data", SHARDS)
+    file = wanted(server.folder / "data/shard.00000.mds")
+    if not hashes:
+        plain = ShardFile(file.target.basename, file.target.bytes, {})
+        file = CachedFile(plain, plain)
+    found: list[int] = []
+    monkeypatch.setattr(cache_module, "BOOT", boot)
+    monkeypatch.setattr("ingot.data.loading.shard_cache.os.fsync", found.append)
+    ShardCache(tmp_path / "cache", Remote(f"{server.url}/data")).ensure(file)
+    assert bool(found) == synced
 
 
 def test_readers_that_start_together_take_the_index_of_each_other_for_right(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from mds_bytes import flatten, random_shards, write_mds
 
 from ingot.config.data import SourceConfig
 from ingot.data.loading.batch_loader import BatchLoader
-from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture
+from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture, _Replay
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
 
@@ -66,6 +66,16 @@ def test_the_order_is_a_pure_function_of_the_position(tmp_path: Path) -> None:
     whole = order.take(np.arange(2 * BLOCK))
     scattered = np.random.default_rng(0).integers(0, 2 * BLOCK, (5, 40))
     assert (open_mix(tmp_path, books=1, web=2).order(1, True).take(scattered) == whole[scattered]).all()
+
+
+def test_blocks_that_are_read_again_change_none_of_those_after_them(tmp_path: Path) -> None:
+    """As after a rollback, with the greedy rule, which remembers the counts before each block."""
+    blocks = [2, 0, 3, 1, 3]
+    expected = [_Replay((0.7, 0.3), (0, 0)).block(block) for block in blocks]
+    replay = _Replay((0.7, 0.3), (0, 0))
+    for block, (sources, before) in zip(blocks, expected, strict=True):
+        found = replay.block(block)
+        assert (found[0] == sources).all() and (found[1] == before).all()
 
 
 def test_gathered_samples_are_those_of_the_sources(tmp_path: Path) -> None:
