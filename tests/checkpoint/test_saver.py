@@ -132,6 +132,20 @@ def test_a_file_system_that_cannot_bypass_the_page_cache_is_written_to_all_the_s
     assert (tmp_path / "x").read_bytes() == b"content"
 
 
+def test_a_write_that_fails_without_direct_access_too_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = iter(range(2))  # with and without
+
+    def refused(descriptor: int, block: memoryview) -> int:
+        next(attempts)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("ingot.checkpoint.safetensors_file.os.write", refused)
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_blocks(tmp_path / "x", [memoryview(bytes(4096))])
+
+
 def test_a_failed_write_is_tried_again_from_the_same_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "RETRY_PAUSES", (0.0,) * 10_000)
     failed = threading.Event()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.data.loading.inspect import decoded_samples, describe, find_splits, try_loader
+from ingot.data.loading.inspect import decoded_samples, describe, find_splits, inspect_dataset, try_loader
 from ingot.data.prepare import progress
 from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
@@ -53,6 +53,12 @@ def test_samples_come_back_as_text(format: str, made: Path) -> None:
 def test_the_loader_reads_it(format: str, made: Path) -> None:
     told = "\n".join(try_loader(str(made / format), "train", None, 16, 5))
     assert "tokens [8, 16]" in told and "samples/s" in told
+
+
+@pytest.mark.parametrize("asked", [{}, {"text": True, "samples": 1}, {"loader": True, "batches": 1}], ids=str)
+def test_text_and_loader_are_shown_on_request(made: Path, asked: dict[str, object]) -> None:
+    told = "\n".join(inspect_dataset(str(made / "mds"), {"split": "train", "max_seq_len": 16, **asked}))
+    assert ("--- sample 0" in told) == ("text" in asked) and ("samples/s" in told) == ("loader" in asked)
 
 
 def test_a_remote_dataset_is_streamed_to_a_local_folder(made: Path, tmp_path: Path) -> None:
