@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import benchmark_pages
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUESTIONS = (ROOT / "docs" / "how-do-i.md").read_text(encoding="utf-8")
@@ -43,6 +45,27 @@ def test_the_speed_table_of_the_readme_has_the_measured_numbers() -> None:
         assert (tokens, mfu) == (f"{own['tokens_per_second']:,}", f"{100 * own['mfu_full']:.1f}")
         other = measured.get((model, precision, "nanogpt"))
         assert peer == (f"{other['tokens_per_second']:,}" if other else "")
+
+
+def test_every_question_of_the_performance_page_has_a_table_and_a_chart_from_the_results() -> None:
+    made = benchmark_pages.pages(ROOT / "benchmarks" / "results")
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    questions = re.findall(r"^## (\w+ [^\n]*\?)\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    assert len(questions) > 7
+    for question, answer in questions:
+        assert len(re.findall(r"\]\(generated/[\w-]+\.svg\)", answer)) == 1, question
+        assert re.search(r"\{include\} generated/[\w-]+\.md", answer), question
+    notes = (ROOT / "docs" / "explanation" / "gpu-step.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"generated/[\w-]+\.\w+", page + notes))
+    assert {f"docs/{name}" for name in used} == set(made)
+    apart = re.search(r"machines by up to ([\d.]+)%", made["docs/generated/gpu-again.md"])
+    stated = re.search(r"Machines differ by up to (\d+)%", README)
+    assert apart and stated and round(float(apart[1])) == int(stated[1])
+
+
+def test_the_torch_that_the_install_page_names_is_the_pinned_one() -> None:
+    pinned = re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned and f"install {pinned[0]} --index-url" in (ROOT / "docs" / "get-started" / "install.md").read_text()
 
 
 def test_every_row_of_the_comparison_says_how_it_was_established() -> None:

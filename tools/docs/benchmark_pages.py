@@ -18,23 +18,31 @@ def pages(results: Path) -> dict[str, str]:
     gpu, data = _read(results, "gpu"), _read(results, "data")
     faults, launch = _read(results, "faults"), _read(results, "launch")
     saves, graphs = _read(results, "checkpoint")["results"], _read(results, "cuda_graphs")
+    again = [_read(results, path.stem) for path in sorted(results.glob("gpu_again_*.json"))]
     made = {
         "gpu.md": gpu_table(gpu),
         "gpu.svg": gpu_chart(gpu),
+        "gpu-again.md": again_table(gpu, again),
         "gpu-train.md": train_table(gpu),
+        "gpu-train.svg": train_chart(gpu),
+        "gpu-goals.md": goal_table(gpu),
         "prepare.md": prepare_table(data),
         "prepare.svg": prepare_chart(data),
         "loading.md": loading_table(data),
         "loading.svg": loading_chart(data),
         "streaming.md": streaming_table(data),
+        "streaming.svg": streaming_chart(data),
         "checkpoints.md": checkpoint_table(saves),
         "checkpoints.svg": checkpoint_chart(saves),
         "recovery.md": recovery_table(faults, launch),
+        "recovery.svg": recovery_chart(faults, launch),
         "cuda-graphs.md": graph_table(graphs),
+        "cuda-graphs.svg": graph_chart(graphs),
         "profile.md": profile_table(gpu),
         "kernels.md": kernel_table(_read(results, "gpu_kernels")),
         "losses.md": loss_table(_read(results, "gpu_losses")),
         "memory.md": memory_table(gpu),
+        "memory.svg": memory_chart(gpu),
     }
     return {f"{FOLDER}/{name}": text for name, text in made.items()}
 
@@ -49,10 +57,11 @@ def table(head: list[str], rows: list[list[object]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
 
 
-def bars(labels: list[str], values: list[float], unit: str, log: bool = False) -> str:
-    """A chart of horizontal bars, ingot's in its own color, as SVG."""
+def bars(labels: list[str], values: list[float], unit: str, log: bool = False, peers: bool = True) -> str:
+    """A chart of horizontal bars as SVG; with `peers`, only bars whose label begins with ingot have its color."""
     figure, axes = plt.subplots(figsize=(7.5, 0.4 * len(labels) + 0.8))
-    drawn = axes.barh(labels, values, color=[INGOT if label.startswith("ingot") else PEER for label in labels])
+    colors = [PEER if peers and not label.startswith("ingot") else INGOT for label in labels]
+    drawn = axes.barh(labels, values, color=colors)
     axes.bar_label(drawn, [f" {value:,.3g}" if value < 1000 else f" {value:,.0f}" for value in values])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
@@ -102,16 +111,66 @@ def gpu_chart(gpu: Any) -> str:
     return bars(labels, [100 * r["mfu_full"] for r in rows], "MFU, percent (bf16, learned positions)")
 
 
+def _own(gpu: Any, positions: str = "learned", precision: str = "bf16") -> dict[str, dict[str, Any]]:
+    """The rows of ingot with AdamW, by model."""
+    return {r["model"]: r for r in _gpu_rows(gpu)
+            if (r["system"], r["positions"], r["precision"]) == ("ingot", positions, precision)
+            and r.get("optimizer", "adamw") == "adamw"}  # fmt: skip
+
+
+def again_table(gpu: Any, again: list[Any]) -> str:
+    """The MFU of the table's machine and of others, and a sentence on how far they are apart."""
+    rows: list[list[object]] = []
+    apart = [0.0]
+    for model, row in _own(gpu).items():
+        others = [_own(other)[model]["mfu_full"] for other in again if model in _own(other)]
+        every = [row["mfu_full"], *others]
+        apart.append(max(every) / min(every) - 1)
+        rows.append([model, f"{row['mfu_full']:.1%}", ", ".join(f"{mfu:.1%}" for mfu in others)])
+    spread = max(r.get("spread", 0.0) for r in gpu["rows"])
+    return table(["MFU", "here", "on other machines"], rows) + (
+        f"\nTimed steps of a row differ by at most {spread:.1%}, machines by up to {max(apart):.1%}.\n"
+    )
+
+
 def train_table(gpu: Any) -> str:
-    alone = {r["model"]: r for r in gpu["rows"]
-             if r["system"] == "ingot" and r["positions"] == "learned" and r["precision"] == "bf16"
-             and r.get("optimizer", "adamw") == "adamw"}  # fmt: skip
     rows: list[list[object]] = [
-        [r["model"], f"{r['tokens_per_second']:,.0f}", f"{r['tokens_per_second'] / alone[r['model']]['tokens_per_second']:.1%}",
-         r["seconds_to_first_step"]]
+        [r["model"], f"{r['tokens_per_second']:,.0f}", f"{_of_step(gpu, r):.1%}", r["seconds_to_first_step"]]
         for r in gpu["train"]
-    ]  # fmt: skip
+    ]
     return table(["model", "tokens/s of `ingot train`", "of the step alone", "seconds to the first step"], rows)
+
+
+def _of_step(gpu: Any, row: dict[str, Any]) -> float:
+    return row["tokens_per_second"] / _own(gpu)[row["model"]]["tokens_per_second"]
+
+
+def train_chart(gpu: Any) -> str:
+    values = [100 * _of_step(gpu, r) for r in gpu["train"]]
+    return bars(
+        [r["model"] for r in gpu["train"]], values, "speed of ingot train, percent of the step alone", peers=False
+    )
+
+
+def goal_table(gpu: Any) -> str:
+    """What was aimed at, and what the results are."""
+    own, alibi, train = _own(gpu), _own(gpu, "alibi"), {r["model"]: r for r in gpu["train"]}
+    goals = [(f"{model} at {goal:.0%} MFU", f"{own[model]['mfu_full']:.1%}", own[model]["mfu_full"] >= goal)
+             for model, goal in zip(own, (0.56, 0.58, 0.62, 0.63, 0.64, 0.63), strict=True)]  # fmt: skip
+    goals += [(f"{model} with ALiBi at {goal:.0%} MFU", f"{alibi[model]['mfu_full']:.1%}", alibi[model]["mfu_full"] >= goal)
+              for model, goal in zip(alibi, (0.54, 0.56, 0.60, 0.61, 0.62, 0.61), strict=True)]  # fmt: skip
+    fp8 = _own(gpu, precision="fp8")["7b"]["tokens_per_second"] / own["7b"]["tokens_per_second"]
+    curve, least = gpu["fp8_curve"]["largest_difference"], min(_of_step(gpu, r) for r in gpu["train"])
+    goals += [
+        ("fp8 at 7b at least 1.2 times bf16", f"{fp8:.2f}", fp8 >= 1.2),
+        ("fp8 at 125m within 1% of bf16 over 300 steps", f"{curve:.2%}", curve <= 0.01),
+        ("1b at microbatch 16 in at most 74.7 GiB", f"{own['1b']['memory_gib']} GiB", own["1b"]["memory_gib"] <= 74.7),
+        ("7b with fp32 weights and Adam on one card", f"{own['7b']['memory_gib']} GiB", True),
+        ("`ingot train` at 97% of the step alone", f"at least {least:.1%}", least >= 0.97),
+        ("1b to the first step in 30 s, warm cache", f"{train['1b']['seconds_to_first_step']} s",
+         train["1b"]["seconds_to_first_step"] <= 30),
+    ]  # fmt: skip
+    return table(["goal", "result", ""], [[goal, found, "met" if met else "missed"] for goal, found, met in goals])
 
 
 def profile_table(gpu: Any) -> str:
@@ -154,6 +213,18 @@ def memory_table(gpu: Any) -> str:
         [r["budget"], f"{r['tokens_per_second']:,}", r["memory_gib"]] for r in reversed(gpu["budget"])
     ]
     return table(["`activation_checkpointing`", "tokens/s", "memory, GiB"], rows)
+
+
+def memory_chart(gpu: Any) -> str:
+    runs = list(reversed(gpu["budget"]))
+    labels = [f"{r['budget']}: {r['memory_gib']} GiB" for r in runs]
+    return bars(labels, [r["tokens_per_second"] for r in runs], "tokens per second, by fraction kept", peers=False)
+
+
+def graph_chart(graphs: Any) -> str:
+    labels = [f"{r['model']}, microbatch {r['microbatch']}" for r in graphs["rows"]]
+    ratios = [r["graph"] / r["launched"] for r in graphs["rows"]]
+    return bars(labels, ratios, "speed with a CUDA graph, relative to without", peers=False)
 
 
 def graph_table(graphs: Any) -> str:
@@ -211,6 +282,12 @@ def streaming_table(data: Any) -> str:
     return table(["from an object store on loopback", "MB/s", "of plain downloads"], rows)
 
 
+def streaming_chart(data: Any) -> str:
+    rows = data["sections"]["streaming"]["rows"]
+    labels = [" of ".join(reversed(r["what"].split(": ", 1))) for r in rows]
+    return bars(labels, [r["mb_per_s"] for r in rows], "MB per second")
+
+
 # --- checkpoints and recovery
 
 
@@ -248,14 +325,24 @@ def checkpoint_chart(saves: Any) -> str:
     )
 
 
-def recovery_table(faults: Any, launch: Any) -> str:
+def _recovery(faults: Any, launch: Any) -> dict[str, float]:
+    """Seconds, by from what to what."""
     seconds = launch["seconds"]
-    rows: list[list[object]] = [
-        ["killed process detected", f"{faults['detection_seconds']['median']:.2f}"],
-        ["killed process to training again, one machine", f"{faults['back_seconds']['median']:.1f}"],
-        ["`sbatch` to the first step, Slurm", f"{seconds['submit_to_first_step']:.1f}"],
-        ["rank dies to training again, inside the allocation", f"{seconds['rank_death_to_stepping_inside_the_allocation']:.1f}"],
-        ["job dies to training again, next job of the chain", f"{seconds['job_death_to_stepping_in_the_next_of_the_chain']:.1f}"],
-        ["requeue to training again", f"{seconds['requeue_to_stepping']:.1f}"],
-    ]  # fmt: skip
+    return {
+        "killed process detected": faults["detection_seconds"]["median"],
+        "killed process to training again, one machine": faults["back_seconds"]["median"],
+        "`sbatch` to the first step, Slurm": seconds["submit_to_first_step"],
+        "rank dies to training again, inside the allocation": seconds["rank_death_to_stepping_inside_the_allocation"],
+        "job dies to training again, next job of the chain": seconds["job_death_to_stepping_in_the_next_of_the_chain"],
+        "requeue to training again": seconds["requeue_to_stepping"],
+    }
+
+
+def recovery_table(faults: Any, launch: Any) -> str:
+    rows: list[list[object]] = [[what, f"{value:.2g}"] for what, value in _recovery(faults, launch).items()]
     return table(["from what to what", "seconds"], rows)
+
+
+def recovery_chart(faults: Any, launch: Any) -> str:
+    seconds = _recovery(faults, launch)
+    return bars([what.replace("`", "") for what in seconds], list(seconds.values()), "seconds", peers=False)
