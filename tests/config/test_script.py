@@ -46,6 +46,8 @@ def convert(tmp_path: Path, lines: list[str], *more: str) -> RunConfig:
         (['D="0.3 /a/x 0.7 /b/y"', f"ARGS=( {NO_DATA} --data-path $D )", USE], "sets", 2),
         ([ARRAY, "python train_tokenizer.py --vocab-size 777 --seed 88", USE], "seed", 1234),
         ([f"cd x && nohup {RUN} {B} --seed 7 > log 2>&1 &"], "seed", 7),
+        (["MODE=b", ARRAY, 'if [ "$MODE" = a ]; then ARGS+=( --seed 2 ); fi', f'{USE} --seed 7'], "seed", 7),
+        (["S=$[3+4]", f"{RUN} {B} --seed $S"], "seed", 7),
         (["N=4", f"torchrun --nproc_per_node 8 --nnodes=$N pretrain_gpt.py {NO_BATCH}"], "batch", 64),
         ([f"torchrun --nproc-per-node=8 pretrain_gpt.py {NO_BATCH}"], "batch", 16),
         ([f"deepspeed --num_gpus 8 --num_nodes 2 pretrain_gpt.py {NO_BATCH}"], "batch", 32),
@@ -75,7 +77,8 @@ TENSOR = f"ARGS=( {B} --tensor-model-parallel-size $TP )"
         ["f() {", "  TP=$1", "}", "TP=1", "f $N"], ["TP=1", "source settings.sh"], ["TP=1", "((TP = 8))"],
         ["TP=1", "for TP in $SIZES; do echo; done"], ["TP=1", "unset TP"], ["TP=1", 'eval "$(settings)"'],
         ["TP=1", "declare -i TP", "false || TP=8"], ["TP=1", "echo $((TP = 8))"], ["declare -i TP=3+4"],
-        ["readonly TP=1", "TP=8"], ["TP=1", "case $SIZE in big) TP=8;; esac"],
+        ["TP=1", "case $SIZE in big) TP=8;; esac"], ["TP=1", "case a in a) ;;& *) TP=8;; esac"],
+        ["TP=1", "local TP=8"], ["TP=1", "TP=$0"],
     ],
 )  # fmt: skip
 def test_a_value_that_may_change_is_refused_by_its_option_until_it_is_given(tmp_path: Path, before: list[str]) -> None:
@@ -128,6 +131,7 @@ def test_options_without_effect_may_depend_on_a_condition(tmp_path: Path) -> Non
         ([f"srun python pretrain_gpt.py {NO_BATCH}"], 2, "give global_batch_size=..."),
         ([f"torchrun $LAUNCH --nproc_per_node 8 pretrain_gpt.py {NO_BATCH}"], 2, "give global_batch_size=..."),
         (["IFS=,", ARRAY, USE], 2, "IFS changes"),
+        (["readonly TP=1", "TP=8", ARRAY, USE], 3, "TP is read-only and set again"),
         ([ARRAY, "torchrun() {", "  true", "}", USE], 6, "no command that is certain to be read runs it"),
         ([ARRAY, "declare -n R=TP", USE], 3, "makes one name stand for another"),
         ([ARRAY, "trap 'ARGS=' DEBUG", USE], 3, "a trap may change variables"),

@@ -11,6 +11,7 @@ COMPARISONS = {
     "-le": lambda a, b: a <= b, "-gt": lambda a, b: a > b, "-ge": lambda a, b: a >= b,
 }  # fmt: skip
 PATTERN = re.compile(r"[*?\[\]\\&|<>()]")
+GLOB = re.compile(r"[*?\[\\]")
 
 
 def holds(fields: Sequence[Text], written: Sequence[Word] = ()) -> bool | None:
@@ -25,6 +26,8 @@ def holds(fields: Sequence[Text], written: Sequence[Word] = ()) -> bool | None:
     while len(words) > 1 and words[0] == "!":
         words, negated = words[1:], not negated
     if None in words or any(PATTERN.search(word.text) for word in written[1:]):
+        return None
+    if written and GLOB.search(words[-1] or ""):  # what a variable holds may be a pattern, too
         return None
     found = _holds([word or "" for word in words])
     return None if found is None else found != negated
@@ -52,17 +55,17 @@ def _holds(words: list[str]) -> bool | None:
 def matching_clauses(case: Case, value: str | None) -> list[tuple[tuple[Command, ...], bool]]:
     """The bodies that may run, in order; the last one may be certain to run if none before it does."""
     found: list[tuple[tuple[Command, ...], bool]] = []
+    if case.falls_through:
+        return [(body, False) for _, body in case.clauses]
     for patterns, body in case.clauses:
         texts = [re.sub(r"^(['\"])(.*)\1$", r"\2", word.text) for word in patterns]
         always = "*" in texts
-        plain_texts = all(re.fullmatch(r"[\w.,/:=+ -]*", text) or text == "*" for text in texts)
-        if value is not None and plain_texts:
+        if value is not None and all(re.fullmatch(r"[\w.,/:=+ -]*", text) or text == "*" for text in texts):
             if always or value in texts:
-                return [*found, (body, True)] if not case.falls_through else [*found, (body, False)]
-            if not case.falls_through:
-                continue
+                return [*found, (body, True)]
+            continue
         found.append((body, always))
-        if always and not case.falls_through:
+        if always:
             break
     if value is not None and not found:
         return [((), True)]

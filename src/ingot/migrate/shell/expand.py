@@ -60,9 +60,10 @@ class Expander(ABC):
 
     def _positional(self, name: str, state: State, at: str) -> Value | None:
         value = state.values.get("@")
+        if name == "0":
+            return unknown(name, "is the name that the script is called by", at)
         if not isinstance(value, Array):
-            why = "comes from the caller of the script"
-            return self.unsettled("@" if name == "*" else name, why, at) if name != "0" else unknown(name, why, at)
+            return self.unsettled("@" if name == "*" else name, "comes from the caller of the script", at)
         if name in ("@", "*"):
             return value
         return value.items[int(name) - 1] if 0 < int(name) <= len(value.items) else ()
@@ -76,9 +77,9 @@ class Expander(ABC):
         several = [
             part for part in word.parts if part.quoted and part.kind == "parameter" and "@" in (part.index, part.name)
         ]
-        if several and not any(piece is None or piece.text or piece.why or piece.optional for piece in pieces):
-            empty = sum(part.kind == "text" for part in word.parts)
-            return [] if empty <= 1 else [unknown(several[0].name, "may be nothing at all", word.at)]
+        quotes = sum(part.kind == "text" for part in word.parts)
+        if several and len(pieces) == quotes and not any(piece is None or piece.text for piece in pieces):
+            return [] if quotes <= 1 else [unknown(several[0].name, "may be nothing at all", word.at)]
         return split(pieces)
 
     def joined(self, word: Word, state: State) -> Text:

@@ -112,11 +112,18 @@ def split(pieces: Iterable[Fragment | None]) -> list[Text]:
             if not going_on:
                 words.append([])
             found = replace(piece, text=part, quoted=piece.quoted or not piece.why)
-            if not whole and FILE_PATTERN.search(part):
+            if not whole and FILE_PATTERN.search(part) and part != "[":
                 found = replace(found, text=f"$({part})", why="names files or patterns that the shell fills in")
             words[-1].append(found)
             going_on = True
-    return [tuple(word) for word in words]
+    return [_with_pattern(tuple(word)) for word in words]
+
+
+def _with_pattern(word: Text) -> Text:
+    """`[` alone is a command, but begins a pattern in `[$X]`."""
+    if len(word) > 1 and any(piece.text == "[" and not piece.why for piece in word):
+        return (Fragment(shown(word), word[0].at, True, "names files or patterns that the shell fills in"),)
+    return word
 
 
 def merge(

@@ -27,7 +27,8 @@ class Variables(Expander):
         if name == "IFS":
             raise ConfigError(f"{at}: IFS changes how words are split, so they are not certain; {INSTEAD}")
         if name in state.readonly:
-            state.fixed[name] = f"is read-only and set again in {self.line(at)}"
+            raise ConfigError(f"{at}: {name} is read-only and set again, where bash stops with an error; remove one of "
+                              "the two assignments")  # fmt: skip
         if isinstance(value, tuple) and any(p.why for p in value) and name in self.supplied:
             value = self.unsettled(name, "", at)
         elif isinstance(value, tuple) and len(value) == 1 and value[0].why:
@@ -100,6 +101,10 @@ class Variables(Expander):
             if match[2]:
                 rest = (replace(word[0], text=word[0].text[match.end() :]), *word[1:])
                 values[Assignment(match[1], at)] = rest
+        if keyword == "local" and not self.locals:
+            for name in names:
+                self.forget(name, f"is local outside a function in {self.line(at)}", state)
+            return
         if keyword == "local" or (self.locals and keyword in ("declare", "typeset") and "g" not in options):
             self._make_local(names, [change.name for change in values], state, at)
         for change, value in values.items():

@@ -179,6 +179,9 @@ class WordReader(ABC):
             body = self.body()
             self.need(")", start)
             return Part("command", self.text[start : self.i], at, quoted, body=body)
+        if self.text.startswith("$[", self.i):
+            self.i = self.find("]") + 1
+            return Part("arithmetic", self.text[start + 2 : self.i - 1], at, quoted)
         if self.text.startswith("${", self.i):
             return self.parameter(at, quoted)
         name = PARAMETER.match(self.text, self.i + 1)
