@@ -18,7 +18,14 @@ def test_every_file_that_the_page_names_exists() -> None:
 
 
 def test_every_key_of_a_run_is_mathematics_or_execution() -> None:
+    """And the description of a key of execution says so."""
     section = PAGE.partition("## 7.")[2].partition("## 8.")[0]
-    patterns = re.findall(r"`([a-z_]+(?:\.?\*)?)`", section)
-    covered = [re.compile(pattern.removesuffix(".*").replace("*", ".*")) for pattern in patterns]
-    assert not [key for key in RunConfig.model_fields if not any(pattern.fullmatch(key) for pattern in covered)]
+    columns = [[], []]
+    for row in re.findall(r"^\| (`.+) \| (.+) \|$", section, re.MULTILINE):
+        for column, cell in zip(columns, row, strict=True):
+            patterns = re.findall(r"`([a-z_]+(?:\.?\*)?)`", cell)
+            column += [re.compile(pattern.removesuffix(".*").replace("*", ".*")) for pattern in patterns]
+    for key, field in RunConfig.model_fields.items():
+        is_execution = (field.description or "").startswith("Execution: ")
+        matches = [any(pattern.fullmatch(key) for pattern in column) for column in columns]
+        assert matches == [not is_execution, is_execution], key

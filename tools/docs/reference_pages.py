@@ -82,14 +82,22 @@ def _parameter_table(title: str, parameters: list[tuple[str, Any]]) -> list[str]
         return []
     rows = [f"| {title} | default | meaning |", "|---|---|---|"]
     for spelling, parameter in parameters:
-        default = parameter.default
-        shown = (isinstance(default, str | int | float) and default not in ("", False)) or (
-            default and default is not None
-        )
-        shown = shown and not callable(default) and "Sentinel" not in repr(default) and "UNSET" not in repr(default)
         meaning = cell(getattr(parameter, "help", "") or "")
-        rows.append(f"| {code(spelling)} | {code(default) if shown else ''} | {meaning} |")
+        rows.append(f"| {code(spelling)} | {_default(parameter)} | {meaning} |")
     return [*rows, ""]
+
+
+def _default(parameter: Any) -> str:
+    """The default as the help shows it; nothing for an option that is off."""
+    default = parameter.default
+    if isinstance(parameter.show_default, str):
+        return code(parameter.show_default)
+    if default is True:
+        return "on"
+    is_shown = isinstance(default, int | float | str) or (isinstance(default, list | tuple) and default)
+    if default in ("", False) or not is_shown:
+        return ""
+    return code(", ".join(map(str, default)) if isinstance(default, list | tuple) else default)
 
 
 # --- config keys

@@ -30,7 +30,7 @@ class RunConfig(Section):
     """A training run."""
 
     name: str = Field(default="run", min_length=1)
-    """Name of the run: one plain name, because the default run folder is named after it."""
+    """Execution: the name of the run, one plain name, because the default run folder is named after it."""
     seed: int = Field(default=17, ge=0, lt=1 << 63)
     """Determines initial weights, data order and dropout."""
     max_seq_len: int = Field(default=2048, gt=0)
@@ -61,30 +61,30 @@ class RunConfig(Section):
     """What to do when a loss is NaN or infinite, or jumps."""
 
     eval_interval: Duration = Duration(1000, "ba")
-    """How often to evaluate, in addition to the end of the run; 0ba for only at the end."""
+    """Execution: how often to evaluate, in addition to the end of the run; 0ba for only at the end."""
     eval_subset_num_batches: int = Field(default=-1, ge=-1)
     """Batches per evaluation, of device_eval_batch_size sequences (8 by default), for any number of processes; -1 for
     all."""
     device_eval_batch_size: int | None = Field(default=None, gt=0)
-    """Sequences that a process evaluates at once. Default: the training microbatch."""
+    """Execution: sequences that a process evaluates at once. Default: the training microbatch."""
 
     save_folder: str | None = None
-    """The run folder. Default: runs/NAME. With a URL (s3://, gs://, az://), checkpoints are kept there and only
-    the newest one stays on this machine, in runs/NAME."""
+    """Execution: the run folder. Default: runs/NAME. With a URL (s3://, gs://, az://), checkpoints are kept there and
+    only the newest one stays on this machine, in runs/NAME."""
     save_interval: Duration = Duration(1000, "ba")
-    """How often to save, in addition to the end of the run; wall-clock units work too; 0ba for only at the end."""
+    """Execution: how often to save, in addition to the end of the run; also in wall-clock units; 0ba for only then."""
     save_num_checkpoints_to_keep: int = Field(default=-1, ge=-1)
-    """How many of the newest checkpoints to keep; -1 for all."""
+    """Execution: how many of the newest checkpoints to keep; -1 for all."""
     save_keep_every: Duration = Duration(0, "ba")
-    """Also keep every checkpoint at a multiple of this; 0ba for none."""
+    """Execution: also keep every checkpoint at a multiple of this; 0ba for none."""
     save_weights_only: bool = False
-    """Save no optimizer state; a run cannot continue from such a checkpoint."""
+    """Execution: save no optimizer state; a run cannot continue from such a checkpoint."""
     state_dict_type: Literal["sharded", "full"] = "sharded"
     """Execution: sharded: every process writes its own shard; full: rank 0 gathers everything into one set of files."""
     remote_save_folder: str | None = None
-    """A URL or folder to copy some of the checkpoints to, in the background."""
+    """Execution: a URL or folder to copy some of the checkpoints to, in the background."""
     remote_save_interval: Duration = Duration(0, "ba")
-    """How often to copy a checkpoint there, in addition to the last one; 0ba for every checkpoint."""
+    """Execution: how often to copy a checkpoint there, in addition to the last one; 0ba for every checkpoint."""
     load_path: str | None = None
     """Start from the weights of this run, checkpoint or Hugging Face folder, or of a run or checkpoint at a URL, with a
     fresh optimizer and schedule."""
