@@ -37,8 +37,8 @@ def manifest_of(folder: Path) -> dict:
 def read_all(folder: Path) -> None:
     manifest = read_manifest(folder)
     verify(manifest)
-    for section in manifest.tensors:
-        stored = CheckpointTensors(manifest, section)
+    for kind in manifest.tensors:
+        stored = CheckpointTensors(manifest, kind)
         for name in stored.names():
             stored.get(name).sum()
 

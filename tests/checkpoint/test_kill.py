@@ -68,8 +68,8 @@ def test_killed_at_twenty_offsets_of_a_save_a_run_never_finds_a_torn_checkpoint(
         manifest, problems = newest_good(tmp_path, LocalCoordinator())
         assert problems == [] and manifest is not None and manifest.step >= last
         last = manifest.step
-        for section in (MODEL, OPTIMIZER):
-            stored = CheckpointTensors(manifest, section)
+        for kind in (MODEL, OPTIMIZER):
+            stored = CheckpointTensors(manifest, kind)
             assert len(stored.names()) == TENSORS
             assert all((stored.get(name) == manifest.step).all() for name in stored.names())
     assert len({size * 10 // BYTES for size in seen}) >= 4  # the kills really were at different places

@@ -40,15 +40,15 @@ def state(value: float = 1.0) -> Tensors:
 def read(folder: Path) -> Tensors:
     manifest = read_manifest(folder)
     verify(manifest)
-    tensors = {section: CheckpointTensors(manifest, section) for section in manifest.tensors}
-    return {section: {name: stored.get(name) for name in stored.names()} for section, stored in tensors.items()}
+    tensors = {kind: CheckpointTensors(manifest, kind) for kind in manifest.tensors}
+    return {kind: {name: stored.get(name) for name in stored.names()} for kind, stored in tensors.items()}
 
 
 def assert_equal(one: Tensors, two: Tensors) -> None:
     assert {s: list(t) for s, t in one.items()} == {s: list(t) for s, t in two.items()}
-    for section, tensors in one.items():
+    for kind, tensors in one.items():
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, two[section][name]) and tensor.dtype == two[section][name].dtype, name
+            assert torch.equal(tensor, two[kind][name]) and tensor.dtype == two[kind][name].dtype, name
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_what_is_saved_is_what_there_was_before_the_next_update(tmp_path: Path, 
 def test_the_files_are_plain_safetensors_under_parameter_names(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, state(), {})
     folder = tmp_path / "checkpoints" / "1"
-    for section, tensors in state().items():
-        loaded = load_file(folder / f"{section}.safetensors")
+    for kind, tensors in state().items():
+        loaded = load_file(folder / f"{kind}.safetensors")
         assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[n], tensors[n]) for n in loaded)
 
 

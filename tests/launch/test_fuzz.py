@@ -92,8 +92,9 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     run = subprocess.run(["bash", "-c", head + SHOW], cwd=folder, capture_output=True, text=True, check=True)
     run_folder, spec_file, halt_file, _, nodes, image, stage, *srun = run.stdout.split("\0")[:-1]
+    launch = Path(spec.run_folder) / "launch"
     assert (run_folder, nodes) == (spec.run_folder, str(spec.nodes))
-    assert (spec_file, halt_file) == (f"{spec.folder}/spec.json", f"{spec.folder}/HALT")
+    assert (spec_file, halt_file) == (str(launch / "spec.json"), str(launch / "HALT"))
     assert (image, stage) == (spec.image or "", spec.stage or "")
     if spec.image is not None:
         assert (f"--container-image={spec.image}" in srun) == (spec.stage is None)

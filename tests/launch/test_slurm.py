@@ -267,5 +267,5 @@ def test_two_launches_of_one_folder_a_silent_controller_and_a_refusal_are_told_a
     run.wait_for_end()
     assert not (run.folder / "FINISHED").exists()
     refused = Launched(cluster, data, tmp_path / "other", "-p", "nowhere").submit(code=1)
-    assert "sbatch refused" in refused.said and "job.sh" in refused.said
+    assert "sbatch failed" in refused.said and "job.sh" in refused.said
     assert not (tmp_path / "other" / "launch" / "jobs.jsonl").exists()

@@ -133,7 +133,7 @@ class AsyncWriter:
         self._thread.start()
 
     def _plan(self, tensors: Tensors, coordinator: Coordinator) -> tuple[SavePlan, Snapshot]:
-        names = [f"{section}/{name}" for section, content in tensors.items() for name in content]
+        names = [f"{kind}/{name}" for kind, content in tensors.items() for name in content]
         if self._planned is None or self._planned[0] != names:
             self._planned = None  # free the old copy before the new one is allocated
             plan = plan_save(tensors, LocalCoordinator() if self.full else coordinator)
@@ -174,8 +174,8 @@ class AsyncWriter:
         try:
             if save.snapshot.files or rank == 0:
                 draft.mkdir(parents=True, exist_ok=True)
-            for section, (header, content) in save.snapshot.files.items():
-                name = file_name(section, rank, save.plan.parts)
+            for kind, (header, content) in save.snapshot.files.items():
+                name = file_name(kind, rank, save.plan.parts)
                 blocks = chain([header], blocks_of(content))
                 report.files[name] = write_blocks(draft / name, self._throttled(blocks, save.snapshot))
         except OSError as error:

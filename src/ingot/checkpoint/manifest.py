@@ -71,12 +71,12 @@ class Manifest(msgspec.Struct, frozen=True):
     def has_training_state(self) -> bool:
         return OPTIMIZER in self.tensors
 
-    def section_files(self, section: str) -> list[str]:
-        return [name for name in self.files if re.match(rf"{section}[-.]", name)]
+    def files_of(self, kind: str) -> list[str]:
+        return [name for name in self.files if re.match(rf"{kind}[-.]", name)]
 
 
-def file_name(section: str, part: int, parts: int) -> str:
-    return f"{section}.safetensors" if parts == 1 else f"{section}-{part:05d}-of-{parts:05d}.safetensors"
+def file_name(kind: str, part: int, parts: int) -> str:
+    return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part:05d}-of-{parts:05d}.safetensors"
 
 
 def write_manifest(manifest: Manifest) -> None:
@@ -87,10 +87,10 @@ def write_manifest(manifest: Manifest) -> None:
     }  # fmt: skip
     encode = msgspec.json.Encoder().encode
     tensors = ",\n".join(
-        f' "{section}": {{\n'
+        f' "{kind}": {{\n'
         + ",\n".join(f"  {json.dumps(name)}: {encode(entry).decode()}" for name, entry in entries.items())
         + "\n }"
-        for section, entries in manifest.tensors.items()
+        for kind, entries in manifest.tensors.items()
     )
     text = json.dumps(content, indent=1)[:-2] + f',\n "tensors": {{\n{tensors}\n }}\n}}\n'
     if (size := len(text.encode())) > MAX_MANIFEST_BYTES:
@@ -147,20 +147,20 @@ def parse_manifest(text: bytes, folder: Path, where: str) -> Manifest:
     for name in manifest.files:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
             raise CheckpointError(f"{where} names a file outside its folder: {name!r}")
-    for section, entries in manifest.tensors.items():
+    for kind, entries in manifest.tensors.items():
         for name, entry in entries.items():
-            if problem := _problem(manifest, section, entry):
-                raise CheckpointError(f"{where} is damaged: {section} tensor {name} {problem}")
+            if problem := _problem(manifest, kind, entry):
+                raise CheckpointError(f"{where} is damaged: {kind} tensor {name} {problem}")
     return manifest
 
 
-def _problem(manifest: Manifest, section: str, entry: Entry) -> str | None:
+def _problem(manifest: Manifest, kind: str, entry: Entry) -> str | None:
     """What is impossible about a tensor, if anything."""
     if entry.dtype not in ITEM_BYTES:
         return f"has an unknown type {entry.dtype!r}"
     volume = 0
     for part, offsets, sizes in entry.chunks:
-        if not 0 <= part < manifest.parts or file_name(section, part, manifest.parts) not in manifest.files:
+        if not 0 <= part < manifest.parts or file_name(kind, part, manifest.parts) not in manifest.files:
             return f"is in part {part}, which has no file"
         if not len(offsets) == len(sizes) == len(entry.shape):
             return "has a chunk of another number of dimensions"

@@ -76,13 +76,13 @@ def _check(folder: Path, coordinator: Coordinator) -> Manifest:
 
 
 def fetch(
-    location: CheckpointLocation, folder: Path, coordinator: Coordinator, sections: list[str] | None = None
+    location: CheckpointLocation, folder: Path, coordinator: Coordinator, kinds: list[str] | None = None
 ) -> Manifest:
     """Copy a checkpoint, or some kinds of its files, into a folder; each rank copies some files."""
 
     def fetch_own_files() -> Manifest:
         manifest = replace(location.manifest(), folder=folder)
-        for name in own_files(manifest, coordinator, sections):
+        for name in own_files(manifest, coordinator, kinds):
             location.fetch(name, manifest.files[name], folder / name)
         return manifest
 

@@ -22,7 +22,7 @@ Tensors = dict[str, dict[str, Tensor]]  # by kind of file and name
 class TensorSlice(msgspec.Struct, frozen=True, array_like=True):
     """The part of a tensor that a rank holds."""
 
-    section: str
+    kind: str
     name: str
     dtype: str
     full_shape: tuple[int, ...]
@@ -47,13 +47,13 @@ class SavePlan:
 def plan_save(tensors: Tensors, coordinator: Coordinator) -> SavePlan:
     """Divide a state among the ranks."""
     slices: list[TensorSlice] = []
-    for section, content in tensors.items():
+    for kind, content in tensors.items():
         for name, tensor in content.items():
             part = local(tensor)
             if part.numel() or not is_sharded(tensor):
                 where = tuple(tensor.shape), tuple(local_offsets(tensor)), tuple(part.shape)
-                slices.append(TensorSlice(section, name, DTYPE_NAMES[tensor.dtype], *where))
-    entries: dict[str, dict[str, Entry]] = {section: {} for section in tensors}
+                slices.append(TensorSlice(kind, name, DTYPE_NAMES[tensor.dtype], *where))
+    entries: dict[str, dict[str, Entry]] = {kind: {} for kind in tensors}
 
     def decide(texts: list[str]) -> list[str]:
         return _assign([msgspec.json.decode(text, type=list[TensorSlice]) for text in texts], entries)
@@ -72,7 +72,7 @@ def _assign(held: list[list[TensorSlice]], entries: dict[str, dict[str, Entry]])
     for part, ranks in holders.items():
         writer = min(ranks, key=load.__getitem__)
         load[writer] += part.bytes
-        own[writer].append((part.section, part.name))
-        entry = entries.setdefault(part.section, {}).setdefault(part.name, Entry(part.dtype, part.full_shape, []))
+        own[writer].append((part.kind, part.name))
+        entry = entries.setdefault(part.kind, {}).setdefault(part.name, Entry(part.dtype, part.full_shape, []))
         entry.chunks.append((writer, part.offsets, part.shape))
     return [json.dumps(names) for names in own]

@@ -26,17 +26,17 @@ class Snapshot:
         self.files: dict[str, tuple[memoryview, memoryview]] = {}  # header and content by kind of file
         self._copies: list[tuple[str, str, Tensor]] = []
         chosen: Tensors = {}
-        for section, name in plan.own:
-            chosen.setdefault(section, {})[name] = local(tensors[section][name].detach())
+        for kind, name in plan.own:
+            chosen.setdefault(kind, {})[name] = local(tensors[kind][name].detach())
         self.on_gpu = any(tensor.is_cuda for content in chosen.values() for tensor in content.values())
-        for section, content in chosen.items():
-            self._allocate(section, in_order(content))
+        for kind, content in chosen.items():
+            self._allocate(kind, in_order(content))
         self._stream: Any = torch.cuda.Stream() if self.on_gpu else None
         self._todo: list[tuple[Tensor, Tensor]] = []
         self._done = threading.Event()
         self._done.set()
 
-    def _allocate(self, section: str, content: dict[str, Tensor]) -> None:
+    def _allocate(self, kind: str, content: dict[str, Tensor]) -> None:
         header, total = header_of(content), sum(tensor.nbytes for tensor in content.values())
         memory = mmap.mmap(-1, len(header) + max(total, 1))
         with contextlib.suppress(OSError, AttributeError):
@@ -46,10 +46,10 @@ class Snapshot:
         if self.on_gpu:
             _pin(self, memory)
         view, begin = memoryview(memory), 0
-        self.files[section] = (view[: len(header)], view[len(header) : len(header) + total])
+        self.files[kind] = (view[: len(header)], view[len(header) : len(header) + total])
         for name, tensor in content.items():
             copy = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self._copies.append((section, name, copy))
+            self._copies.append((kind, name, copy))
             begin += tensor.nbytes
 
     def begin(self, tensors: Tensors) -> None:
@@ -57,8 +57,8 @@ class Snapshot:
         self._done.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        for section, name, copy in self._copies:
-            source = local(tensors[section][name].detach())
+        for kind, name, copy in self._copies:
+            source = local(tensors[kind][name].detach())
             if source.is_cuda:
                 with torch.cuda.stream(self._stream):
                     copy.copy_(source, non_blocking=True)

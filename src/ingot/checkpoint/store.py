@@ -48,9 +48,9 @@ def save_checkpoint(
     try:
         draft.mkdir(parents=True)
         files = {}
-        for section, content in tensors.items():
-            name = file_name(section, 0, 1)
-            files[name] = write_shard(draft / name, content, partial(get, section) if get is not None else None)
+        for kind, content in tensors.items():
+            name = file_name(kind, 0, 1)
+            files[name] = write_shard(draft / name, content, partial(get, kind) if get is not None else None)
         plan = plan_save(tensors, LocalCoordinator())
         write_manifest(Manifest(step, 1, files, plan.entries, state, draft))
         return put_in_place(draft, step)
@@ -88,12 +88,12 @@ def to_remove(steps: list[int], keep: int, every: int) -> list[int]:
     return [step for step in older if not (every and step % every == 0)]
 
 
-def own_files(manifest: Manifest, coordinator: Coordinator, sections: list[str] | None = None) -> list[str]:
+def own_files(manifest: Manifest, coordinator: Coordinator, kinds: list[str] | None = None) -> list[str]:
     """The files that this rank checks, fetches or uploads: with as many ranks as saved it, those that it wrote."""
-    kinds = [manifest.section_files(section) for section in sections or manifest.tensors]
+    by_kind = [manifest.files_of(kind) for kind in kinds or manifest.tensors]
     return [
         name
-        for files in kinds
+        for files in by_kind
         for number, name in enumerate(files)
         if number % coordinator.world_size == coordinator.rank
     ]
@@ -111,16 +111,16 @@ def find_checkpoint(path: Path) -> Manifest:
                 print(f"warning: {skipped}; using {manifest.folder}", file=sys.stderr)
     else:
         raise no_checkpoint_error(path)
-    verify(manifest, manifest.section_files(MODEL))
+    verify(manifest, manifest.files_of(MODEL))
     return manifest
 
 
-def consolidate(manifest: Manifest, out: Path, sections: list[str]) -> Path:
+def consolidate(manifest: Manifest, out: Path, kinds: list[str]) -> Path:
     """Rewrite a checkpoint with one file of each kind, however many ranks saved it."""
-    stored = {section: CheckpointTensors(manifest, section) for section in sections}
+    stored = {kind: CheckpointTensors(manifest, kind) for kind in kinds}
     described = {
-        section: {n: torch.empty(e.shape, dtype=DTYPES[e.dtype], device="meta") for n, e in tensors.entries.items()}
-        for section, tensors in stored.items()
+        kind: {n: torch.empty(e.shape, dtype=DTYPES[e.dtype], device="meta") for n, e in tensors.entries.items()}
+        for kind, tensors in stored.items()
     }
     return save_checkpoint(out, manifest.step, described, manifest.state, lambda kind, name: stored[kind].get(name))
 
@@ -128,9 +128,9 @@ def consolidate(manifest: Manifest, out: Path, sections: list[str]) -> Path:
 class CheckpointTensors:
     """The tensors of a checkpoint, whole or in part, however they were sharded when they were saved."""
 
-    def __init__(self, manifest: Manifest, section: str = MODEL):
-        self.manifest, self.section = manifest, section
-        self.entries: dict[str, Entry] = manifest.tensors.get(section, {})
+    def __init__(self, manifest: Manifest, kind: str = MODEL):
+        self.manifest, self.kind = manifest, kind
+        self.entries: dict[str, Entry] = manifest.tensors.get(kind, {})
         self._files: dict[str, SafetensorsFile] = {}
 
     def names(self) -> list[str]:
@@ -157,7 +157,7 @@ class CheckpointTensors:
                 target[tuple(here)].copy_(self._chunk(name, chunk)[tuple(there)])
 
     def _chunk(self, name: str, chunk: Chunk) -> Tensor:
-        file = file_name(self.section, chunk[0], self.manifest.parts)
+        file = file_name(self.kind, chunk[0], self.manifest.parts)
         if file not in self._files:
             self._files[file] = SafetensorsFile(self.manifest.folder / file)
         return self._files[file].get(name, self.entries[name].dtype, chunk[2])

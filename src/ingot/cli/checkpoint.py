@@ -107,8 +107,8 @@ def show(
             **_facts(location, manifest), "run": config.get("name"), "parameters": parameters, "model": model,
             "versions": state.get("versions", {}), "processes": manifest.parts,
             "file_hashes": {name: {"bytes": file.bytes, "xxh3": file.xxh3} for name, file in manifest.files.items()},
-            "tensors": {f"{section}/{name}": {"type": entry.dtype, "shape": list(entry.shape)}
-                        for section, entries in manifest.tensors.items() for name, entry in entries.items()},
+            "tensors": {f"{kind}/{name}": {"type": entry.dtype, "shape": list(entry.shape)}
+                        for kind, entries in manifest.tensors.items() for name, entry in entries.items()},
         })  # fmt: skip
         return
     facts = {
@@ -127,9 +127,9 @@ def show(
     _print(["file", "size", "xxh3"], [[n, format_bytes(f.bytes), f.xxh3] for n, f in manifest.files.items()])
     if tensors:
         rows = [
-            [section, name, entry.dtype, "x".join(map(str, entry.shape)),
+            [kind, name, entry.dtype, "x".join(map(str, entry.shape)),
              format_bytes(math.prod(entry.shape) * ITEM_BYTES[entry.dtype]), str(len(entry.chunks))]
-            for section, entries in manifest.tensors.items() for name, entry in entries.items()
+            for kind, entries in manifest.tensors.items() for name, entry in entries.items()
         ]  # fmt: skip
         _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)
 
@@ -188,7 +188,7 @@ def consolidate(
     step: Step = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Skip the training state.")] = False,
 ) -> None:
-    """Merge the files of many ranks into one per section.
+    """Merge the files of many ranks into one of each kind.
 
     Writes one file of weights and one of training state.
 

@@ -17,7 +17,7 @@ from ingot.config.base import Section, rule_error
 from ingot.config.load import validate
 from ingot.config.secrets import NAMES, SHORTEST
 from ingot.errors import ConfigError
-from ingot.launch.protocol import LAUNCH, SPEC
+from ingot.launch.protocol import LaunchFolder
 from ingot.storage.atomic import write_whole
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:@=,/\[\]%-]*")
@@ -170,15 +170,10 @@ class LaunchSpec(Section):
         """Processes on each node."""
         return self.processes_per_node or self.gpus_per_node or 1
 
-    @property
-    def folder(self) -> Path:
-        """The launcher's folder."""
-        return Path(self.run_folder) / LAUNCH
-
     def write(self) -> Path:
         """Write the spec into the run folder, readable only by its owner."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / SPEC
+        path = LaunchFolder(Path(self.run_folder)).spec_file
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.model_dump_json(indent=1), private=True)
         return path
 

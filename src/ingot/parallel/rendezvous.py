@@ -16,8 +16,6 @@ import torch.distributed as dist
 from ingot.errors import ConfigError, IngotError
 from ingot.parallel.rank_env import STORE_FD, RankEnv
 
-POLL = timedelta(seconds=1)
-
 
 class WorldError(IngotError):
     """The processes of a run did not come together."""

@@ -14,7 +14,7 @@ GROWTH, BACKOFF, CALM_STEPS = 2.0, 0.5, 2000  # powers of two: scaling changes n
 
 
 class LossScale:
-    """A factor on the device, so that nothing waits for it; 1 for ever unless enabled."""
+    """A factor on the device, so that nothing waits for it; 1 forever unless enabled."""
 
     def __init__(self, device: torch.device, enabled: bool):
         self.enabled = enabled

@@ -1,5 +1,6 @@
 """`ingot launch slurm`"""
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -7,6 +8,7 @@ import typer
 from ingot.cli.commands import OptionCommand
 from ingot.cli.launch.common import PANELS, SLURM, Arguments, DryRun, RunOptions, make_training_spec
 from ingot.cli.options import options_from
+from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import submit_to_slurm
@@ -45,7 +47,7 @@ def submit(spec: LaunchSpec, dry_run: bool) -> None:
     """Submit a run, or print its scripts and spec."""
     if dry_run:
         print(*render_scripts(spec).values(), sep="\n")
-        print(f"# {spec.folder}/spec.json\n{spec.model_dump_json(indent=1)}")
+        print(f"# {LaunchFolder(Path(spec.run_folder)).spec_file}\n{spec.model_dump_json(indent=1)}")
         return
     job = submit_to_slurm(spec)
     print(f"job {job}; follow it with `ingot status {spec.run_folder}` and `ingot logs -f {spec.run_folder}`")

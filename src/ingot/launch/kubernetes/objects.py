@@ -21,8 +21,8 @@ from ingot.config.secrets import IN_URL, redact
 from ingot.errors import EXIT_GIVEN_UP, EXIT_USER_ERROR, ConfigError
 from ingot.launch.image import check_pinned
 from ingot.launch.profiles import find_profile
-from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT
-from ingot.launch.spec import SPEC, LaunchSpec, make_spec
+from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT, SPEC
+from ingot.launch.spec import LaunchSpec, make_spec
 
 Kind = Literal["jobset", "trainjob", "pytorchjob"]
 KINDS: tuple[Kind, ...] = ("jobset", "trainjob", "pytorchjob")

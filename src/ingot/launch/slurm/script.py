@@ -14,8 +14,8 @@ from importlib import resources
 from pathlib import Path
 
 from ingot.launch.profiles import find_profile
-from ingot.launch.protocol import ATTEMPT_VARIABLE, NODES_VARIABLE, RENDEZVOUS_VARIABLES, LaunchFolder
-from ingot.launch.spec import SPEC, LaunchSpec
+from ingot.launch.protocol import ATTEMPT_VARIABLE, NODES_VARIABLE, RENDEZVOUS_VARIABLES, SPEC, LaunchFolder
+from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.restart_policy import NO_PROGRESS_LIMIT
 
 MAX_STARTS = NO_PROGRESS_LIMIT  # of jobs in a row, without a new checkpoint

@@ -51,10 +51,7 @@ def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
 
 def write_config(run: Path, config: RunConfig) -> None:
     """Write the resolved config, once nothing can refuse it any more."""
-    try:
-        write_whole(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
-    except OSError as error:
-        raise disk_error("write", run / CONFIG, error) from None
+    write_whole(run / CONFIG, to_yaml(config, f"# The resolved config of run '{config.name}'.\n"))
 
 
 def check_disk_space(run: Path, checkpoint_bytes: int) -> None:
