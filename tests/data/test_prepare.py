@@ -450,7 +450,7 @@ def test_a_bad_line_stops_with_its_number_or_is_left_out_and_counted(
     lines[333] = '{"text": "cut\n'
     corpus.write_text("".join(lines))
     for workers in (0, 2):
-        with pytest.raises(DataError, match=r"corpus.jsonl:334: not valid JSON.*on_error=skip"):
+        with pytest.raises(DataError, match=r"corpus.jsonl:334: not valid JSON.*--on_error skip"):
             run(corpus, tmp_path / "out", tokenizer, num_workers=workers)
         assert not (tmp_path / "out" / "train").exists()
     report = run(corpus, tmp_path / "out", tokenizer, on_error="skip")
@@ -469,7 +469,7 @@ def test_empty_documents_are_counted_and_leave_no_token(tokenizer: Tokenizer, tm
 
 def test_input_without_text_is_no_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="no text in 1 input files"):
+    with pytest.raises(DataError, match=r"no text in .*x\.jsonl$"):
         run(tmp_path / "x.jsonl", tmp_path / "out", tokenizer)
     assert not (tmp_path / "out" / "train").exists()
 
@@ -523,11 +523,13 @@ def test_what_a_folder_holds_and_is_not_read_is_said_once(
 ) -> None:
     text = tmp_path / "text"
     text.mkdir()
-    for name in ("a.txt", "b.md", "c.py", "d.py"):
+    for name in ("a.txt", "b.pdf", "c.png", "d.png"):
         (text / name).write_text(document(7))
     said: list[str] = []
     run(text, tmp_path / "out", tokenizer, show=said.append, **options)
-    assert [line.partition(" (")[0] for line in said if "skipped" in line] == ["skipped 3 files: 2 .py, 1 .md"] * lines
+    assert [line.partition(" (")[0] for line in said if "skipped" in line] == [
+        "skipped 3 files: 2 .png, 1 .pdf"
+    ] * lines
 
 
 def test_a_field_whose_name_is_a_path_does_not_name_a_pair_of_files(
@@ -768,9 +770,9 @@ def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--path with files, or --dataset"),
-        (["--path", "a", "--dataset", "b"], "--path with files, or --dataset"),
-        (["--path", "a"], "--out_root, or --output_prefix"),
+        ([], "files, folders or globs, or --dataset"),
+        (["--path", "a", "--dataset", "b"], "files, folders or globs, or --dataset"),
+        (["--path", "a"], "--out FOLDER or --output_prefix"),
         (["--path", "a", "--out_root", "o", "--tokenizer_type", "SentencePiece"], "known are GPT2BPETokenizer"),
         (["--path", "a", "--out_root", "o", "--memory", "much"], "a size such as 1.5GB"),
         (["--path", "a", "--out_root", "o", "--memory", "1.2.3gb"], "a size such as 1.5GB"),

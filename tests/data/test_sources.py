@@ -8,6 +8,7 @@ import http.server
 import io
 import json
 import lzma
+import os
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def write(folder: Path, kind: str) -> Path:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("a/1.jsonl", jsonl(TEXTS[:50]))
             archive.writestr("a/2.json", json.dumps([{"text": t} for t in TEXTS[50:]]))
-            archive.writestr("a/readme.md", "not data")
+            archive.writestr("a/readme.pdf", "not data")
         return path
     if base == "parquet":
         pq.write_table(pa.table({"n": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=30)
@@ -288,23 +289,41 @@ def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, e
 @pytest.mark.parametrize("name", ["absent.jsonl", "*.jsonl", "empty"])
 def test_no_input_is_one_sentence(name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no such file|no json, jsonl"):
+    with pytest.raises(DataError, match=r"no such file|no text, JSON, CSV or Parquet file in this folder, it is empty"):
         find_files([tmp_path / name])
 
 
-def test_files_of_a_folder_that_are_not_read_are_counted_by_suffix(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.md", "sub/c.MD", "sub/d.py", "LICENSE", "e.md.gz", "x/f.jsonl"):
+def test_a_folder_yields_every_kind_of_text_and_the_rest_is_counted_by_suffix(tmp_path: Path) -> None:
+    read = ["LICENSE", "a.txt", "b.md", "e.rst.gz", "sub/c.HTML", "sub/d.py", "x/f.jsonl"]
+    for name in (*read, "a.pdf", "b.PDF", "c.png", "data", ".git/config.py", ".hidden.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     said: list[str] = []
-    assert [Path(f.path).name for f in find_files([tmp_path], said.append)] == ["a.txt", "f.jsonl"]
+    assert [str(Path(f.path).relative_to(tmp_path)) for f in find_files([tmp_path], said.append)] == read
     (line,) = said
-    assert line.startswith("skipped 5 files: 2 .md, 1 without a suffix, 1 .md.gz, 1 .py (not .jsonl, .json, .parquet,")
-    for quiet in tmp_path / "b.md", tmp_path / "*.md", tmp_path / "x":  # named, or nothing skipped
+    assert line.startswith("skipped 6 files: 2 .pdf, 1 hidden folder, 1 hidden, 1 .png, 1 without a suffix (no suffix")
+    for quiet in tmp_path / "a.pdf", tmp_path / "*.pdf", tmp_path / "x":  # named, or nothing skipped
         find_files([quiet], said.append)
     assert len(said) == 1
     find_files([tmp_path / "sub" / "*", tmp_path / "x", tmp_path], said.append)  # one line for all inputs
     assert len(said) == 2
+
+
+def test_links_that_lead_back_yield_each_file_once(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("x")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "self.txt").symlink_to(tmp_path / "a" / "self.txt")
+    for given in (tmp_path, tmp_path / "a" / "**" / "*.txt"):
+        assert [f.path for f in find_files([given])] == [str(tmp_path / "a" / "x.txt")]
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt: not a file but a pipe"):
+        find_files([tmp_path / "pipe.txt"])
+    with pytest.raises(DataError, match="no text, JSON, CSV or Parquet file in this folder"):
+        find_files([tmp_path])
 
 
 def test_many_suffixes_are_one_short_line(tmp_path: Path) -> None:
@@ -316,19 +335,19 @@ def test_many_suffixes_are_one_short_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_readable_files_says_what_it_holds(tmp_path: Path) -> None:
-    for name in ("a.md", "b.md", "c.py"):
+    for name in ("a.pdf", "b.pdf", "c.png"):
         (tmp_path / name).write_text("text")
-    with pytest.raises(DataError, match=r"no json, jsonl, .* in this folder; it holds 2 \.md, 1 \.py, which a glob"):
+    with pytest.raises(DataError, match=r"no text, .* in this folder: it holds 2 \.pdf, 1 \.png; a glob such as"):
         find_files([tmp_path])
 
 
 def test_members_of_a_zip_that_are_not_read_are_counted_too(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-        for name in ("a.txt", "b.md", "c.txt.gz", "d/"):
+        for name in ("a.txt", "b.pdf", "c.txt.gz", "d/"):
             archive.writestr(name, "text")
     said: list[str] = []
     find_files([tmp_path / "data.zip"], said.append)
-    assert said[0].startswith("skipped 2 files: 1 .md, 1 .txt.gz (not")
+    assert said[0].startswith("skipped 2 files: 1 .pdf, 1 .txt.gz (no suffix")
     (tmp_path / "broken.zip").write_bytes(b"PK")
     find_files([tmp_path / "broken.zip"], said.append)  # said when it is read
     assert len(said) == 1

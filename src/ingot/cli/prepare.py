@@ -2,7 +2,7 @@
 
 import re
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,10 @@ from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.prepare import prepare as run
 from ingot.plurals import count_of
 
-NO_TOKENS = "no tokenizer was given, so the shards hold text; to train on them, prepare again with --tokenizer"
+NO_TOKENS = (
+    "warning: without --tokenizer the shards hold text, which cannot be trained on; name a tokenizer, or train one on "
+    "this text with --tokenizer train:32000"
+)
 # Options of the peers that take several values after one name.
 _LISTS = {"splits", "json_keys", "jsonl_keys", "input", "path", "input_folder"}
 # Options of the peers that have no counterpart here, and why that loses nothing.
@@ -33,6 +36,11 @@ class PrepareCommand(OptionCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, translate(args))
+
+
+def with_paths(paths: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with what was given without --path."""
+    return {**options, "input": [*paths, *options.get("input", [])]} if paths else options
 
 
 def translate(args: list[str]) -> list[str]:
@@ -61,6 +69,7 @@ def translate(args: list[str]) -> list[str]:
     return out
 
 
+Paths = Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="What to read, as with --path.")]
 _options = options_from(
     PrepareOptions,
     PeerOptions,
@@ -81,24 +90,28 @@ app = typer.Typer(add_completion=False)
 
 @app.command(cls=PrepareCommand)
 @_options
-def prepare(**options: Any) -> None:
+def prepare(paths: Paths = None, **options: Any) -> None:
     """Turn text into token shards, ready to train on.
 
     Interrupted, the same command continues where it stopped.
 
     Examples:
-      ingot prepare --path 'corpus/*.jsonl.zst' --out_root my-data \\
+      ingot prepare my-texts --out my-data --tokenizer train:8000 \\
+        --documents paragraph --val-fraction 0.01
+      ingot prepare 'corpus/*.jsonl.zst' --out my-data \\
         --tokenizer EleutherAI/gpt-neox-20b
       ingot prepare --dataset allenai/c4 --data_subset en --splits train val \\
         --out_root my-c4 --tokenizer EleutherAI/gpt-neox-20b --num_workers 8
     """
-    request = read_request(options)
+    request = read_request(with_paths(paths, options))
     tokenizer = request.tokenizer()
+    if tokenizer is None:
+        print(NO_TOKENS, file=sys.stderr)
     for split in request.splits:
         given = {name: getattr(split, name) for name in split.model_fields_set - {"input", "tokenizer"}}
         report = run(list(split.input), **{"out_root": None, **given}, tokenizer=tokenizer)
         for which, made in report.splits.items():
-            where = made.folder if len(report.splits) == 1 else f"{made.folder} ({which})"
+            where = made.folder if len(split.json_keys) == 1 else f"{made.folder} ({which})"
             if split.share:
                 share = "{}/{}".format(*split.share)
                 counts = f"{count_of(made.documents, 'document')}, {count_of(made.bytes, 'byte')} of text"
@@ -112,8 +125,8 @@ def prepare(**options: Any) -> None:
 def read_arguments(arguments: list[str]) -> PrepareRequest:
     """What a command line of `ingot prepare` asks for; nothing is run."""
 
-    def read(**options: Any) -> PrepareRequest:
-        return read_request(options)
+    def read(paths: Paths = None, **options: Any) -> PrepareRequest:
+        return read_request(with_paths(paths, options))
 
     reader = typer.Typer()
     reader.command(cls=PrepareCommand)(_options(read))

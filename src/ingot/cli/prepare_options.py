@@ -97,9 +97,9 @@ def read_request(given: Mapping[str, Any]) -> PrepareRequest:
 
 def _check_peer(peer: PeerOptions, values: Mapping[str, Any]) -> None:
     if bool(values.get("input")) == bool(peer.dataset):
-        raise DataError("give either --path (files) or --dataset (the name of a hub dataset)")
+        raise DataError("name what to prepare: files, folders or globs, or --dataset with the name of a hub dataset")
     if (values.get("out_root") is None) == (values.get("output_prefix") is None):
-        raise DataError("give either --out_root or --output_prefix (for Megatron's files)")
+        raise DataError("give either --out FOLDER or --output_prefix (for Megatron's files)")
     if peer.dataset_impl != "mmap":
         raise DataError(f"--dataset_impl {peer.dataset_impl}: only mmap is written, which all readers know")
     if peer.use_tokenizer_eos and values.get("eos_text") is not None:

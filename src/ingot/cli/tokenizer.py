@@ -1,6 +1,7 @@
 """`ingot tokenizer`: train, show and compare tokenizers."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from ingot.cli.commands import AsJson, OptionCommand, OptionGroup
 from ingot.data.document_sample import DocumentSample
 from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_report import describe, measure_fit
-from ingot.data.tokenizer_training import END_OF_DOCUMENT, check_vocabulary, train_tokenizer
+from ingot.data.tokenizer_training import END_OF_DOCUMENT, check_vocabulary, describe_result, train_tokenizer
 from ingot.errors import DataError
 from ingot.plurals import count_of
 from ingot.storage.byte_sizes import format_bytes, parse_bytes
@@ -55,11 +56,9 @@ def train(
     texts = DocumentSample.of(paths, _bytes(sample), key, _say)
     tokenizer = train_tokenizer(texts, vocab_size, out, splitter, names)
     _report_bad(texts)
-    documents = count_of(texts.documents, "document")
-    print(f"{out}: {tokenizer.vocab_size:,} tokens learned from {documents}, {format_bytes(texts.bytes)}")
-    if tokenizer.vocab_size < vocab_size:
-        print(f"fewer than the {vocab_size:,} asked for: the text has no more pairs of tokens that occur twice")
-    print(f"use it: ingot prepare --path ... --tokenizer {out}, and model.vocab_size={tokenizer.vocab_size} or more")
+    print(describe_result(tokenizer, vocab_size, texts.documents, texts.bytes, out))
+    use = f"ingot prepare ... --tokenizer {shlex.quote(str(out))}"
+    print(f"use it: {use}, and model.vocab_size={tokenizer.vocab_size} or more")
 
 
 @app.command("show", cls=OptionCommand)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ingot.data.prepare.holdout import Holdout
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.progress import follow
 from ingot.data.sources.input_files import SourceFile, find_files
@@ -15,14 +16,19 @@ from ingot.data.sources.pieces import plan_pieces, read_piece
 from ingot.errors import DataError
 from ingot.storage.byte_sizes import format_bytes
 
+SAMPLE_BYTES = 10**9
+"""Most text that a tokenizer is trained on, if nothing else is said."""
+
 
 @dataclass
 class DocumentSample:
-    """The texts of `files`, at most about `limit` bytes of them. Iterating again yields the same texts."""
+    """The texts of `files`, at most about `limit` bytes of them, as a preparation with `options` reads them. Iterating
+    again yields the same texts."""
 
     files: list[SourceFile]
     limit: int
-    key: str = "text"
+    options: PrepareOptions = field(default_factory=PrepareOptions)
+    holdout: Holdout | None = None  # which documents, if not all
     what: str = "reading text"
     documents: int = field(default=0, init=False)
     bytes: int = field(default=0, init=False)
@@ -33,11 +39,16 @@ class DocumentSample:
         cls, inputs: Sequence[str | Path], limit: int, key: str = "text", say: Callable[[str], None] | None = None
     ) -> "DocumentSample":
         """The documents of files, folders, globs and URLs. `say` receives what is not read, and that it is a sample."""
-        sample = cls(find_files(inputs, say), limit, key)
-        if say and sample.share < 1:
-            size = format_bytes(sample.expected_bytes)
-            say(f"sample: {format_bytes(limit)} of about {size} of text, in pieces at even distances")
+        sample = cls(find_files(inputs, say), limit, PrepareOptions(json_keys=(key,)))
+        if say:
+            sample.announce(say)
         return sample
+
+    def announce(self, say: Callable[[str], None]) -> None:
+        """Say that it is a sample, if it is."""
+        if self.share < 1:
+            size = format_bytes(self.expected_bytes)
+            say(f"sample: {format_bytes(self.limit)} of about {size} of text, in pieces at even distances")
 
     @property
     def expected_bytes(self) -> int:
@@ -50,15 +61,15 @@ class DocumentSample:
         return min(1.0, self.limit / max(self.expected_bytes, 1))
 
     def __iter__(self) -> Iterator[str]:
-        options = PrepareOptions(json_keys=(self.key,))
         self.documents, self.bytes, self.bad = 0, 0, []
         taken = 1 - self.share  # the first piece is always taken
-        pieces = plan_pieces(self.files, False, options)
+        pieces = plan_pieces(self.files, False, self.options)
         for piece in follow(self.what, pieces, lambda piece: piece.size, sum(f.size for f in self.files)):
             before, taken = int(taken), taken + self.share
             if self.share < 1 and int(taken) == before:
                 continue
-            for block in read_piece(piece, options, _line_end):
+            blocks = read_piece(piece, self.options, _line_end)
+            for block in (block for block, _ in self.holdout.select(blocks)) if self.holdout else blocks:
                 self.bad += [f"{block.path}, record {record + 1}: {problem}" for record, problem in block.bad]
                 for text in block.texts:
                     self.documents += block.ends

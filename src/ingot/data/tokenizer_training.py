@@ -14,6 +14,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
+from ingot.plurals import count_of
+from ingot.storage.byte_sizes import format_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # How text is split into words, which merges never cross. cl100k keeps numbers in groups of three digits, runs of blank
@@ -23,16 +25,17 @@ _CL100K = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITTERS = ("gpt2", "cl100k")
+_LARGEST = 1_000_000
 
 
 def train_tokenizer(
     texts: Iterable[str],
     vocab_size: int,
-    folder: Path,
+    folder: Path | None = None,
     splitter: str = "gpt2",
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
-    """Learn up to `vocab_size` tokens from texts and save them as a Hugging Face tokenizer folder."""
+    """Learn up to `vocab_size` tokens from texts, and save them as a Hugging Face tokenizer folder, if one is named."""
     check_vocabulary(vocab_size, splitter, special_tokens)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = _pre_tokenizer(splitter)
@@ -45,11 +48,22 @@ def train_tokenizer(
     )
     backend.train_from_iterator(texts, trainer)
     tokenizer = Tokenizer(backend, {"eos_token": special_tokens[0]})
-    tokenizer.save(folder)
+    if folder is not None:
+        tokenizer.save(folder)
     return tokenizer
 
 
-def check_vocabulary(vocab_size: int, splitter: str, special_tokens: Sequence[str]) -> None:
+def describe_result(tokenizer: Tokenizer, wanted: int, documents: int, size: int, folder: Path) -> str:
+    """What was learned, and whether the text had fewer tokens to learn than wanted."""
+    learned = f"{tokenizer.vocab_size:,} tokens learned from {count_of(documents, 'document')}, {format_bytes(size)}"
+    if tokenizer.vocab_size == wanted:
+        return f"{folder}: {learned}"
+    return f"{folder}: {learned}, fewer than the {wanted:,} asked for: no other pair of tokens occurs twice"
+
+
+def check_vocabulary(
+    vocab_size: int, splitter: str = "gpt2", special_tokens: Sequence[str] = (END_OF_DOCUMENT,)
+) -> None:
     """Refuse what no tokenizer can be trained to, before any text is read."""
     if splitter not in SPLITTERS:
         raise DataError(f"splitter {splitter!r}: known are {' and '.join(SPLITTERS)}")
@@ -63,6 +77,8 @@ def check_vocabulary(vocab_size: int, splitter: str, special_tokens: Sequence[st
             f"vocab_size={vocab_size}: byte-level BPE needs at least {smallest} tokens, one for each byte and the "
             "special ones"
         )
+    if vocab_size > _LARGEST:
+        raise DataError(f"vocab_size={vocab_size}: at most {_LARGEST:,} tokens can be trained; 32000 is common")
 
 
 def _pre_tokenizer(splitter: str) -> Any:

@@ -1,6 +1,7 @@
 """The options of a preparation, each declared once: they are the options of `ingot prepare` and the keywords of
 `ingot.prepare`. The docstring of a field is its help."""
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from ingot.storage.names import plain_name
 
 SPLIT_SAMPLES = {"train_small": 100_000, "val_small": 10_000, "val_xsmall": 3_000, "val_xxsmall": 100}
 """LLM Foundry's truncated splits: how many samples each holds."""
+
+TRAIN = "train:"
+"""What the name of a tokenizer begins with that is trained on the input; a number of tokens follows."""
+_DOCUMENTS = ("file", "line", "paragraph")
+_LONGEST_SEPARATOR = 200
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,16 +52,23 @@ class PrepareOptions(Section):
     """What to read, how to tokenize it, and what to write."""
 
     input: Names = Field((), json_schema_extra=flags("--path", "--input", "--input_folder"))
-    """Files, folders, globs or URLs: json, jsonl, txt, parquet, csv, plain or .gz .zst .xz .bz2 .zip; from a folder
-    only these, by a glob any text."""
-    out_root: Path | None = Field(None, json_schema_extra=flags("--out_root", "--output_folder"))
+    """Files, folders, globs or URLs: text of any kind, jsonl, json, parquet, csv, plain or .gz .zst .xz .bz2 .zip; from
+    a folder what has a known suffix, by a glob any text."""
+    out_root: Path | None = Field(None, json_schema_extra=flags("--out_root", "--out", "-o", "--output_folder"))
     """Folder of the dataset; each split is a folder in it."""
     output_prefix: str | None = None
     """Write PREFIX_KEY_document.bin and .idx, as Megatron does."""
     split: str = Field("train", json_schema_extra=flags("--split", "--splits", several=True))
     """train, val, train_small, ...: plain names; several only with --dataset."""
+    documents: str = "file"
+    """What is a document in a text file: file, line, paragraph (blank lines are between), or a SEPARATOR such as
+    '<|endoftext|>' or '\\n---\\n'."""
+    val_fraction: float | None = Field(None, gt=0, lt=1)
+    """Hold out about this share of the documents as a split `val`, chosen by a hash of their text."""
+    val_documents: int | None = Field(None, ge=1, le=1_000_000)
+    """Hold out this many different documents instead; reads the input once more."""
     tokenizer: str | None = Field(None, json_schema_extra=flags("--tokenizer", "--tokenizer_model"))
-    """Folder, tokenizer.json or hub id; none keeps text as text (MDS column `text`)."""
+    """Folder, tokenizer.json or hub id, or train:SIZE to train one on the input; none keeps text as text."""
     concat_tokens: int = Field(2048, ge=1, le=1 << 28)
     """Tokens of one MDS sample."""
     bos_text: str = ""
@@ -98,6 +111,11 @@ class PrepareOptions(Section):
     """How many times its size a compressed file may grow to."""
 
     @property
+    def holds_out(self) -> bool:
+        """Whether some documents become a split `val`."""
+        return self.val_fraction is not None or self.val_documents is not None
+
+    @property
     def folder(self) -> Path:
         """Folder of the dataset."""
         return self.out_root if self.out_root is not None else Path(self.output_prefix or ".").parent
@@ -119,12 +137,47 @@ class PrepareOptions(Section):
             raise ValueError("the tokenizer is saved in the folder of this name; choose another name")
         return plain_name(value)
 
+    @field_validator("documents")
+    @classmethod
+    def _check_documents(cls, value: str) -> str:
+        if value in _DOCUMENTS:
+            return value
+        if close := difflib.get_close_matches(value.lower(), _DOCUMENTS, 1, 0.6):
+            raise ValueError(f"did you mean {close[0]}? A separator is text such as '<|endoftext|>' or '\\n---\\n'")
+        if not value or len(value.encode(errors="replace")) > _LONGEST_SEPARATOR:
+            raise ValueError(f"a separator has from 1 to {_LONGEST_SEPARATOR} bytes")
+        return value
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith(TRAIN) and not value.removeprefix(TRAIN).isdecimal():
+            raise ValueError("to train a tokenizer, write train:SIZE with the number of tokens, such as train:32000")
+        return value
+
     @field_validator("compression")
     @classmethod
     def _check_compression(cls, value: str | None) -> str | None:
         if value and not re.fullmatch("zstd(:([1-9]|1[0-9]|2[0-2]))?", value):
             raise ValueError("use zstd or zstd:LEVEL with a level from 1 to 22")
         return value or None
+
+    @model_validator(mode="after")
+    def _check_validation(self) -> "PrepareOptions":
+        if not self.holds_out:
+            return self
+        name = "val_fraction" if self.val_fraction is not None else "val_documents"
+        if self.val_fraction is not None and self.val_documents is not None:
+            raise rule_error("val_documents", "contradicts val_fraction; give one")
+        if self.split == "val":
+            raise rule_error(name, "what it holds out becomes the split val; choose another name for the rest")
+        if len(self.json_keys) > 1:
+            raise rule_error(name, "works with one of json_keys: documents are divided by their text")
+        if self.output_prefix:
+            raise rule_error(
+                name, "needs out_root; Megatron's files are divided when they are read: documents.split=99,1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> "PrepareOptions":

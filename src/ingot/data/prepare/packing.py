@@ -14,6 +14,7 @@ import numpy as np
 
 from ingot.data.formats import indexed_writer as indexed
 from ingot.data.formats import mds_writer as mds
+from ingot.data.prepare.holdout import Holdout
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import DataError
@@ -29,6 +30,7 @@ class PackingPlan:
     dtype: str  # of the stored tokens
     before: list[int]  # tokens put before each document
     after: list[int]  # tokens put after each document
+    holdout: Holdout | None = None  # which documents, if not all
 
     @staticmethod
     def of(options: PrepareOptions, tokenizer: Tokenizer | None) -> "PackingPlan":
@@ -48,6 +50,11 @@ class PackingPlan:
         options = self.options
         writing = ("format", "concat_tokens", "no_wrap", "drop_last", "compression", "size_limit")
         reading = {name: getattr(options, name) for name in ("key", "max_document_bytes", "max_expansion")}
+        if options.documents != "file":
+            reading["documents"] = options.documents
+        if self.holdout:
+            wanted = ["val_fraction", options.val_fraction, "val_documents", options.val_documents]
+            reading["holdout"] = [self.holdout.takes_held_out, *wanted]
         return {
             **{name: getattr(options, name) for name in writing},
             **{name: getattr(self, name) for name in ("is_text", "dtype", "before", "after")},
@@ -77,7 +84,7 @@ def _eos_ids(tokenizer: Tokenizer, eos_text: str | None) -> list[int]:
     if eos_text is not None:
         return tokenizer.encode(eos_text)
     if tokenizer.eos_id is None:
-        raise DataError("the tokenizer has no end-of-document token; set eos_text, or eos_text='' for none")
+        raise DataError("the tokenizer has no end-of-document token; set --eos_text, or --eos_text '' for none")
     if tokenizer.encode("a", special_tokens=True)[-1] == tokenizer.eos_id:
         return []  # it adds its own
     return [tokenizer.eos_id]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ingot.errors import DataError
 
 if TYPE_CHECKING:  # imported while the processes start
+    from ingot.data.prepare.holdout import HashScan
     from ingot.data.prepare.worker import Task
     from ingot.data.tokenizer import Tokenizer
 
@@ -73,11 +74,11 @@ class WorkerPool:
             self._idle.put(pipe)
         return name, reason
 
-    def submit(self, task: "Task", progress: Progress) -> Future[dict[str, Any]]:
+    def submit(self, task: "Task | HashScan", progress: Progress) -> Future[dict[str, Any]]:
         """Have the next idle worker do a task."""
         return self._threads.submit(self._run, task, progress)
 
-    def _run(self, task: "Task", progress: Progress) -> dict[str, Any]:
+    def _run(self, task: "Task | HashScan", progress: Progress) -> dict[str, Any]:
         pipe = self._idle.get()
         try:
             return dict(_ask(pipe, task, self.pids[pipe], progress))
@@ -113,7 +114,7 @@ class InProcess:
         self._engine = choose_engine(tokenizer, engine) if tokenizer else None
         return (self._engine.name, self._engine.reason) if self._engine else ("none", "")
 
-    def submit(self, task: "Task", progress: Progress) -> Future[dict[str, Any]]:
+    def submit(self, task: "Task | HashScan", progress: Progress) -> Future[dict[str, Any]]:
         from ingot.data.prepare.worker import run_task
 
         return self._threads.submit(run_task, task, self._engine, progress)

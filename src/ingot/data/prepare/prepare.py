@@ -5,19 +5,21 @@ decides what a shard is (`packing`), and a journal remembers what is done (`jour
 of the token stream of the whole input, so any number of workers writes the same bytes.
 """
 
+import functools
 import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingot.data.prepare.options import PrepareOptions, check_options, takes_options
+from ingot.data.prepare.holdout import VAL, Holdout, find_threshold
+from ingot.data.prepare.options import TRAIN, PrepareOptions, check_options, takes_options
 from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
-from ingot.data.sources.input_files import find_files
+from ingot.data.sources.input_files import describe_documents, find_files
 from ingot.storage.byte_sizes import format_bytes
 
 if TYPE_CHECKING:  # imports that take a tenth of a second happen while the workers start
@@ -55,7 +57,7 @@ def prepare(
 
     input: files, folders, globs or URLs
     out_root: folder of the dataset
-    tokenizer: folder, file or hub id, or a loaded one; None keeps text as text (MDS column `text`)
+    tokenizer: folder, file or hub id, train:SIZE, or a loaded one; None keeps text as text (MDS column `text`)
     show: receives lines of progress. Default: a bar on a terminal, lines otherwise
     """
     inputs = [input] if isinstance(input, str | Path) else list(input)
@@ -70,30 +72,59 @@ def _prepare(
     started = time.monotonic()
     progress = PrepareProgress(show)
     # of several processes only the first reports which files are not read
-    files = find_files(options.input, None if options.share and options.share[0] else progress.say)
+    say = None if options.share and options.share[0] else progress.say
+    files = find_files(options.input, say, _output_folders(options))
+    if say and (line := describe_documents(files, options)):
+        say(line)
     small = sum(f.size for f in files) <= _SMALL_INPUT and all(f.format != "hub" for f in files)
     workers = _worker_count(options, small, progress)
     with closing(WorkerPool(workers, tokenizer is not None) if workers else InProcess()) as pool:
         from ingot.data.prepare.journal import Target
+        from ingot.data.prepare.own_tokenizer import own_tokenizer
         from ingot.data.prepare.packing import PackingPlan
         from ingot.data.prepare.scheduler import SplitJob
         from ingot.data.tokenizer import Tokenizer, load_tokenizer
 
+        splits = _divide(options)
+        targets = [Target.choose(split, key) for split, _ in splits for key in split.json_keys]
+        if options.reprocess:
+            for target in targets:
+                target.remove()
+        held_out = functools.cache(lambda: find_threshold(options, files, workers) if options.holds_out else 0)
+        if isinstance(tokenizer, str) and tokenizer.startswith(TRAIN):
+            tokenizer = own_tokenizer(options, files, targets[0].tokenizer_folder, held_out, progress.say)
         tok = tokenizer if isinstance(tokenizer, Tokenizer) or tokenizer is None else load_tokenizer(tokenizer)
-        plan = PackingPlan.of(options, tok)
         engine, reason = pool.load(tok, options.engine)
         if tok:
             progress.say(f"engine: {engine} ({reason})")
+        plans = [
+            replace(PackingPlan.of(split, tok).for_key(key), holdout=holdout)
+            for split, holdout in splits for key in split.json_keys
+        ]  # fmt: skip
         reports = {}
-        for key in options.json_keys:
-            target = Target.choose(options, key)
-            if options.reprocess:
-                target.remove()
-            made = SplitJob(target, plan.for_key(key), files, tok, pool, progress).run()
-            reports[options.split if len(options.json_keys) == 1 else f"{options.split} {key}"] = made
+        for target, plan in zip(targets, plans, strict=True):
+            job = SplitJob(target, plan, files, tok, pool, progress)
+            name = plan.options.split if len(options.json_keys) == 1 else f"{options.split} {plan.options.key}"
+            reports[name] = job.finished() or job.run(held_out())
+    reports = dict(reversed(reports.items())) if options.holds_out else reports
     counts = ((r.documents, r.tokens, r.bytes, r.skipped) for r in reports.values())
     totals = (sum(count) for count in zip(*counts, strict=True))
     return PrepareReport(reports, time.monotonic() - started, engine, _train_command(options), *totals)
+
+
+def _divide(options: PrepareOptions) -> "list[tuple[PrepareOptions, Holdout | None]]":
+    """The options of each split, and which documents it takes; None for all. Those that are held out come first:
+    whether both splits get some is then known before anything is in place."""
+    if not options.holds_out:
+        return [(options, None)]
+    held_out = options.model_copy(update={"split": VAL, "max_samples": None})
+    return [(held_out, Holdout(takes_held_out=True)), (options, Holdout(takes_held_out=False))]
+
+
+def _output_folders(options: PrepareOptions) -> list[Path]:
+    """Folders that are not read if they are below a folder of the input: what an earlier run wrote there."""
+    names = {options.split, "tokenizer", *([VAL] if options.holds_out else [])}
+    return [options.folder, *(options.folder / name for name in names)]
 
 
 def _worker_count(options: PrepareOptions, small: bool, progress: PrepareProgress) -> int:

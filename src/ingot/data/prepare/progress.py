@@ -33,7 +33,7 @@ def follow(
         done += size(item)
         if time.monotonic() - shown >= pause and os.environ.get("RANK", "0") == "0":
             shown = time.monotonic()
-            print(f"{what}: {min(done / total, 1.0):.0%}", end=end, file=sys.stderr, flush=True)
+            print(f"{what}: {min(done / max(total, 1), 1.0):.0%}", end=end, file=sys.stderr, flush=True)
 
 
 class PrepareProgress:

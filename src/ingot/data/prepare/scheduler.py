@@ -14,14 +14,16 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ingot.data.formats import indexed_writer as indexed
 from ingot.data.formats import mds_writer as mds
+from ingot.data.prepare.holdout import check_division
 from ingot.data.prepare.journal import Journal, SplitReport, Target, is_empty
+from ingot.data.prepare.own_tokenizer import discard_tokenizer
 from ingot.data.prepare.packing import PackingPlan, ShardPlan, make_packer, part_paths
 from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
@@ -59,13 +61,20 @@ class SplitJob:
         self.shards_ended = 0  # shards [0, shards_ended) are done
         self.parts_ended = 0  # parts [0, parts_ended) are removed
 
-    def run(self) -> SplitReport:
-        """Do everything that is left, and put the result in place."""
+    def finished(self) -> SplitReport | None:
+        """What an earlier run of the same command made, if it is complete."""
         self.target.check_work()
-        if finished := self._already_finished():
+        made = self._already_finished()
+        if made:
             shutil.rmtree(self.work, ignore_errors=True)  # left if it was killed at the very end
             self.progress.say(f"{self.target.meta.parent}: already complete")
-            return finished
+        return made
+
+    def run(self, threshold: int = 0) -> SplitReport:
+        """Do everything that is left, and put the result in place. Documents whose hash is below the threshold are held
+        out for validation."""
+        if self.plan.holdout:
+            self.plan = replace(self.plan, holdout=replace(self.plan.holdout, below=threshold))
         self._check_tokenizer()
         if self.share and self.plan.options.sample_limit is not None:
             self.progress.say("a number of samples needs the beginning of the input only: left to the last process")
@@ -103,7 +112,8 @@ class SplitJob:
 
     def _prefers_whole_files(self) -> bool:
         """Whether there are enough files that only one process can read to give each worker some."""
-        streams = [f for f in self.files if f.compression or f.format in ("json", "csv")]
+        one_reader = ("json", "csv", *(["text"] if self.plan.options.documents not in ("file", "line") else []))
+        streams = [f for f in self.files if f.compression or f.format in one_reader]
         return len(streams) >= 4 * self.workers.count * self.journal.turns
 
     def _already_finished(self) -> SplitReport | None:
@@ -116,7 +126,7 @@ class SplitJob:
         if taken.is_symlink() or (taken.exists() and (target.stem or not is_empty(taken))):
             raise DataError(
                 f"{taken}: already there, and made from other input or with other options; choose another output, or "
-                "remove it with reprocess"
+                "remove it with --reprocess"
             )
         return None
 
@@ -221,8 +231,15 @@ class SplitJob:
         """Index and metadata, then the final name."""
         target, total = self.target, self._total()
         report = self._summary(total)
-        if not report.tokens and not report.bytes:
-            raise DataError(f"no text in {len(self.files)} input files, the first being {self.files[0].path}")
+        try:
+            self._check_documents(total, report)
+        except DataError:  # nothing to continue
+            shutil.rmtree(self.work, ignore_errors=True)
+            discard_tokenizer(target.tokenizer_folder)
+            for folder in (self.work.parent, self.plan.options.folder):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # if it is empty
+            raise
         entries = [self.journal.shards[k] for k in sorted(self.journal.shards)]
         built = self.work / "shards"
         if self.plan.options.format == "indexed":
@@ -257,12 +274,20 @@ class SplitJob:
             (built / "tokens.idx").replace(target.folder / f"{target.stem}.idx")  # last: without it there is no pair
         return report
 
+    def _check_documents(self, total: DocumentStats, report: SplitReport) -> None:
+        if self.plan.holdout and self.plan.holdout.takes_held_out:
+            check_division(self.plan.options, total.documents, total.others, self.files)
+        if not report.tokens and not report.bytes:
+            first = self.files[0].path
+            where = first if len(self.files) == 1 else f"{len(self.files):,} input files, the first being {first}"
+            raise DataError(f"no text in {where}")
+
     def _total(self) -> DocumentStats:
         """What was in all pieces that the packer took."""
         total = DocumentStats()
         for number in range(self.pieces_packed):
             done = self.journal.pieces[number]
-            total.add(DocumentStats(**{f.name: done[f.name] for f in fields(DocumentStats)}))
+            total.add(DocumentStats(**{f.name: done[f.name] for f in fields(DocumentStats) if f.name in done}))
         return total
 
     def _meta(self, report: SplitReport, shards: list[dict[str, Any]], max_token: int) -> dict[str, Any]:

@@ -21,11 +21,13 @@ import xxhash
 
 from ingot.data.formats import mds_writer as mds
 from ingot.data.formats.indexed_writer import copy_into
+from ingot.data.prepare.holdout import HashScan
 from ingot.data.prepare.packing import PackingPlan, ShardPlan, part_paths
 from ingot.data.prepare.pool import Progress
 from ingot.data.prepare.tokenize_engine import Engine, pick_engine
 from ingot.data.sources.documents import TextBlock
 from ingot.data.sources.pieces import Piece, read_piece
+from ingot.data.sources.plain_text import FindCut
 from ingot.errors import DataError, IngotError, disk_error
 
 LONGEST = 5  # documents named in the summary
@@ -42,6 +44,7 @@ class DocumentStats:
     units: int = 0
     bytes: int = 0
     skipped: int = 0  # bad records
+    others: int = 0  # documents that another split takes
     max_token: int = 0
     histogram: list[int] = field(default_factory=lambda: [0] * BUCKETS)  # entry b: documents whose length has b bits
     longest: list[tuple[int, str]] = field(default_factory=list)  # (units, where)
@@ -49,7 +52,7 @@ class DocumentStats:
 
     def add(self, other: "DocumentStats") -> None:
         """Count more documents, which come after these."""
-        for name in ("documents", "empty", "units", "bytes", "skipped"):
+        for name in ("documents", "empty", "units", "bytes", "skipped", "others"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_token = max(self.max_token, other.max_token)
         self.histogram = [a + b for a, b in zip(self.histogram, other.histogram, strict=True)]
@@ -88,8 +91,11 @@ class TokenizeWorker:
         find_cut = self.engine.find_cut if self.engine else lambda text, low, high: None
         try:
             with data_tmp.open("wb") as data_file, lengths_tmp.open("wb") as lengths_file:
-                for block in read_piece(piece, self.plan.options, find_cut):
-                    stats.add(self._bad_records(block))
+                for block, others in self._blocks(piece, find_cut):
+                    bad = self._bad_records(block)
+                    if not (self.plan.holdout and self.plan.holdout.takes_held_out):  # counted once
+                        stats.add(bad)
+                    stats.others += others
                     if not block.texts:
                         if is_open:  # its end is bad: remove what has been written of it
                             digest, position, stats.units, stats.bytes = before_open
@@ -119,6 +125,11 @@ class TokenizeWorker:
             lengths_tmp.unlink(missing_ok=True)
         return {**asdict(stats), "hash": digest.hexdigest()}
 
+    def _blocks(self, piece: Piece, find_cut: FindCut) -> Iterator[tuple[TextBlock, int]]:
+        """The documents of a piece that belong to this split, and how many belong to the other one."""
+        blocks = read_piece(piece, self.plan.options, find_cut)
+        return self.plan.holdout.select(blocks) if self.plan.holdout else ((block, 0) for block in blocks)
+
     def _encode(self, texts: list[bytes], starts: bool, ends: bool) -> tuple[Any, np.ndarray]:
         """Documents to what is stored, back to back, and the length of each in tokens (or bytes, for text)."""
         if self.engine is None:
@@ -135,7 +146,7 @@ class TokenizeWorker:
         for record, problem in block.bad:
             where = f"{block.path}:{record + 1}" if block.record_count > 1 or record else block.path
             if self.plan.options.on_error == "stop":
-                raise DataError(f"{where}: {problem}; fix it, or skip such records with on_error=skip")
+                raise DataError(f"{where}: {problem}; fix it, or skip such records with --on_error skip")
             bad.append(f"{where}: {problem}")
         return DocumentStats(skipped=len(bad), bad=bad[:LONGEST])
 
@@ -255,8 +266,10 @@ def _location(block: TextBlock, index: int, piece: Piece) -> str:
     return f"{block.path}:{block.records[index] + 1}" if block.record_count > 1 else block.path
 
 
-def run_task(task: Task, engine: Engine | None, progress: Progress) -> dict[str, Any]:
+def run_task(task: Task | HashScan, engine: Engine | None, progress: Progress) -> dict[str, Any]:
     """Do a task, whatever it is."""
+    if isinstance(task, HashScan):
+        return task.run()
     worker = TokenizeWorker(task.plan, task.folder, engine)
     if isinstance(task.work, Piece):
         return worker.tokenize(task.number, task.work, progress)

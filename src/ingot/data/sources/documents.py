@@ -1,14 +1,13 @@
-"""Documents from streams of jsonl and plain text, in blocks of bounded size.
+"""Documents from streams of jsonl, in blocks of bounded size.
 
 A record that is not a document (a broken line, a missing field, invalid UTF-8) does not raise: its number and the
 problem are part of its block, so that the caller can stop or skip it.
 """
 
-import codecs
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -19,9 +18,6 @@ from ingot.data.prepare.options import PrepareOptions
 from ingot.data.sources.input_files import READ_BYTES, open_raw
 
 BLOCK_BYTES = 8 << 20
-
-FindCut = Callable[[str, int, int], int | None]
-"""Finds where a huge text may be cut between two positions, if anywhere."""
 
 
 @dataclass
@@ -97,14 +93,19 @@ def _jsonl_slowly(data: bytes, first: int, path: str, options: PrepareOptions) -
         if not line.strip():
             continue
         if len(line) > options.max_document_bytes:
-            limit = f"max_document_bytes={options.max_document_bytes:,}"
-            batch.add(number, b"", f"a line of more than {limit}; raise it if this is really one document")
+            batch.add(number, b"", too_long("line", options))
             continue
         try:
             batch.add(number, decoder.decode(line).value.encode())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             batch.add(number, *_parse_line(line, options.key))
     return TextBlock(batch.texts, np.array(batch.records, np.int64), batch.bad, len(lines), path)
+
+
+def too_long(what: str, options: PrepareOptions) -> str:
+    """What is wrong with a record of more than --max_document_bytes."""
+    limit = f"max_document_bytes={options.max_document_bytes:,}"
+    return f"a {what} of more than {limit}; raise it if this is really one document"
 
 
 def _parse_line(line: bytes, key: str) -> tuple[bytes, str]:
@@ -136,35 +137,6 @@ def text_of(value: Any, key: str) -> tuple[bytes, str]:
 def _json_type(value: Any) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     return names.get(type(value), "null")
-
-
-def read_text(stream: IO[bytes], path: str, options: PrepareOptions, find_cut: FindCut) -> Iterator[TextBlock]:
-    """A text file is one document; a huge one comes in several blocks, cut where its tokens do not change."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    only = np.zeros(1, np.int64)  # the number of the one document
-    text = ""
-    size = 0
-    while True:
-        data = stream.read(READ_BYTES)
-        problem = "NUL bytes: is this a text file?" if b"\0" in data else ""
-        try:
-            text += decoder.decode(data, final=not data)
-        except UnicodeDecodeError as error:
-            problem = f"invalid UTF-8 near byte {size + error.start + 1}"
-        size += len(data)
-        if data and not problem and len(text) >= BLOCK_BYTES:
-            cut = find_cut(text, BLOCK_BYTES // 2, len(text) - 1)
-            if cut is not None:
-                yield TextBlock([text[:cut].encode()], only, [], 0, path, ends=False)
-                text = text[cut:]
-            elif size > options.max_document_bytes:
-                problem = f"a document over max_document_bytes={options.max_document_bytes:,}"
-        if problem:
-            yield TextBlock([], only[:0], [(0, problem)], 1, path)
-            return
-        if not data:
-            break
-    yield TextBlock([text.encode()], only, [], 1, path)
 
 
 class TextBatch:

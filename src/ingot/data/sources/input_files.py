@@ -10,21 +10,19 @@ import os
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ingot.data.prepare.options import PrepareOptions
+from ingot.data.sources.suffixes import COMPRESSIONS, count_by_suffix, format_of, is_readable_member, suffix_of
 from ingot.errors import DataError
 from ingot.plurals import count_of
 from ingot.storage.object_store import Remote, RemoteFile, is_url
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz", ".bz2": "bz2", ".zip": "zip"}
-FORMATS = {f".{name}": name for name in ("jsonl", "json", "parquet", "csv")}
-FORMATS |= {".ndjson": "jsonl", ".txt": "text", ".tsv": "csv"}
-TEXT_NAMES = ("enwik8", "enwik9")  # text without a suffix
+TEXT_UNITS = ("file", "line", "paragraph")
 READ_BYTES = 1 << 20
 HUB = "hf://"
 _BOMB_FREE = 1 << 26  # output below this is never called a bomb
@@ -41,9 +39,11 @@ class SourceFile:
     compression: str | None
 
 
-def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None = None) -> list[SourceFile]:
+def find_files(
+    inputs: Sequence[str | Path], say: Callable[[str], None] | None = None, leave_out: Sequence[Path] = ()
+) -> list[SourceFile]:
     """The files that paths, folders, globs and URLs name, in the order given, sorted within each. `say` receives a line
-    about the files in folders and zip archives that are not read."""
+    about the files in folders and zip archives that are not read. `leave_out`: folders of output, below the input."""
     found: list[SourceFile] = []
     skipped: list[str] = []
     for given in inputs:
@@ -54,23 +54,7 @@ def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None =
         if is_url(text):
             found += _find_remote(text, skipped)
             continue
-        if os.path.isdir(text):
-            there = sorted(str(p) for p in Path(text).rglob("*") if p.is_file())
-            names = [name for name in there if format_of(name) is not None]
-            others = [name for name in there if format_of(name) is None]
-            if not names:
-                holds = (
-                    f"; it holds {_by_suffix(others)}, which a glob such as '{given}/*' reads as text" if others else ""
-                )
-                raise DataError(f"{given}: no json, jsonl, txt, parquet or csv file in this folder{holds}")
-            skipped += others
-        elif os.path.isfile(text):
-            names = [text]
-        else:
-            names = sorted(n for n in glob.glob(text, recursive=True) if os.path.isfile(n))
-            if not names:
-                raise DataError(f"{given}: no such file")
-        for name in names:
+        for name in _find_local(text, skipped, [path.absolute() for path in leave_out]):
             stat = os.stat(name)
             found.append(_source(os.path.abspath(name), stat.st_size, stat.st_mtime_ns))
     if not found:
@@ -80,33 +64,73 @@ def find_files(inputs: Sequence[str | Path], say: Callable[[str], None] | None =
             skipped += [m.filename for m in archive.infolist() if not m.is_dir() and not is_readable_member(m.filename)]
     if skipped and say:
         say(
-            f"skipped {count_of(len(skipped), 'file')}: {_by_suffix(skipped)} (not "
-            f"{', '.join(FORMATS)}, plain or compressed); a file that --path names, also by a glob such as 'DIR/*.md', "
-            "is read as text"
+            f"skipped {count_of(len(skipped), 'file')}: {count_by_suffix(skipped)} (no suffix of text, JSON, CSV or "
+            "Parquet, or hidden); a file that is named, also by a glob such as 'DIR/*.log.1', is read as text"
         )
     return found
 
 
-def _by_suffix(names: Sequence[str], shown: int = 8) -> str:
-    """How many files of each suffix, the most frequent first: 12 .md, 11 .py."""
-    counts = Counter(_suffix(name) for name in names).most_common()
-    text = [f"{count:,} {suffix}" for suffix, count in counts[:shown]]
-    if rest := counts[shown:]:
-        text.append(f"{sum(count for _, count in rest):,} with {len(rest)} other suffixes")
-    return ", ".join(text)
+def _find_local(given: str, skipped: list[str], leave_out: Sequence[Path]) -> list[str]:
+    """The files that a path or a glob names; adds those of a folder that are not read to `skipped`."""
+    try:
+        if os.path.isdir(given):
+            there = sorted(_walk(given, leave_out))
+            names = [name for name in there if not _is_hidden(name) and format_of(name) is not None]
+            others = [name for name in there if _is_hidden(name) or format_of(name) is None]
+            if not names:
+                holds = f": it holds {count_by_suffix(others)}" if others else ", it is empty"
+                advice = f"; a glob such as '{given}/*' reads any file as text" if others else ""
+                raise DataError(f"{given}: no text, JSON, CSV or Parquet file in this folder{holds}{advice}")
+            skipped += others
+            return names
+        if os.path.isfile(given):
+            return [given]
+        if os.path.exists(given):
+            raise DataError(f"{given}: not a file but a pipe, socket or device; write its text to a file")
+        # `**` follows links, and a link to a folder above it would yield each file many times
+        once = {os.path.realpath(n): n for n in sorted(glob.glob(given, recursive=True), key=lambda name: -len(name))}
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"{given}: cannot be read: {reason}") from None
+    names = sorted(name for name in once.values() if os.path.isfile(name))
+    if not names:
+        only = f"; it matches only {next(iter(once.values()))}" if once else ""
+        raise DataError(f"{given}: no such file{only}")
+    return names
 
 
-def _suffix(name: str) -> str:
-    stem, suffix = os.path.splitext(os.path.basename(name).lower())
-    if suffix in COMPRESSIONS:
-        suffix = os.path.splitext(stem)[1] + suffix
-    return (suffix if suffix.isprintable() else ascii(suffix)) or "without a suffix"
+def _walk(folder: str, leave_out: Sequence[Path]) -> Iterator[str]:
+    """Every file below a folder, and hidden folders such as `.git/`, which are not entered. Nor are links to folders:
+    they may lead back."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for path, folders, names in os.walk(folder, onerror=fail):
+        yield from (os.path.join(path, name, "") for name in folders if name.startswith("."))
+        folders[:] = [n for n in folders if not n.startswith(".") and Path(path, n).absolute() not in leave_out]
+        yield from (name for name in (os.path.join(path, n) for n in names) if os.path.isfile(name))
 
 
-def is_readable_member(name: str) -> bool:
-    """Whether a file in a zip archive is read: by its suffix, and not if it is itself compressed."""
-    kind = format_of(name)
-    return kind is not None and kind[1] is None
+def _is_hidden(name: str) -> bool:
+    return os.path.basename(name.rstrip("/")).startswith(".")
+
+
+def describe_documents(files: Sequence[SourceFile], options: PrepareOptions) -> str:
+    """What a document is in each kind of file, and how to change it."""
+    units = {"jsonl": "line", "json": "list element", "parquet": "row", "csv": "row", "hub": "row", "zip": "member"}
+    found: dict[str, Counter[str]] = {}
+    for file in files:
+        unit = units.get(file.format) or (options.documents if options.documents in TEXT_UNITS else "separator")
+        found.setdefault(unit, Counter())[suffix_of(file.path) if file.format != "hub" else "hub dataset"] += 1
+    parts = []
+    for unit, suffixes in found.items():
+        names = ", ".join(f"{count:,} {name}" for name, count in suffixes.most_common(4))
+        more = f" and {len(suffixes) - 4} more suffixes" if len(suffixes) > 4 else ""
+        each = f"text between {options.documents!r}" if unit == "separator" else unit
+        parts.append(f"each {each} of {names}{more}")
+    advice = " (--documents line or paragraph divides text files)" if "file" in found else ""
+    return f"documents: {'; '.join(parts)}{advice}"
 
 
 def hub_source(dataset: str, subset: str | None, split: str) -> str:
@@ -130,9 +154,9 @@ def _find_remote(url: str, skipped: list[str]) -> list[SourceFile]:
     sizes = [(n, store.size(n)) for n in names]
     found = [_source(f"{folder}/{n}", size, 0) for n, size in sizes if size is not None]
     if not found:
-        holds = f"; it holds {_by_suffix(there)}" if there and not name else ""
+        holds = f"; it holds {count_by_suffix(there)}" if there and not name else ""
         raise DataError(
-            f"{url}: no such object, and no json, jsonl, txt, parquet or csv file in a folder of this name{holds}"
+            f"{url}: no such object, and no text, JSON, CSV or Parquet file in a folder of this name{holds}"
         )
     skipped += [] if name else [n for n in there if n not in names]
     return found
@@ -143,17 +167,6 @@ def open_raw(path: str) -> IO[bytes]:
     if is_url(path):
         return io.BufferedReader(RemoteFile(path), 8 << 20)
     return open(path, "rb")
-
-
-def format_of(name: str) -> tuple[str, str | None] | None:
-    stem, suffix = os.path.splitext(name.lower())
-    compression = COMPRESSIONS.get(suffix)
-    kind = FORMATS.get(os.path.splitext(stem)[1] if compression else suffix)
-    if os.path.basename(stem) in TEXT_NAMES and not suffix:
-        kind = "text"
-    if kind is None and compression == "zip":
-        kind = "zip"
-    return (kind, compression) if kind else None
 
 
 def _source(path: str, size: int, mtime_ns: int) -> SourceFile:
@@ -203,7 +216,7 @@ class Guarded(io.RawIOBase):
         if self.done > self.limit:
             raise DataError(
                 f"{self.name}: expands to more than {self.limit:,} bytes, which looks like a decompression bomb; "
-                "if it is genuine, raise max_expansion"
+                "if it is genuine, raise --max_expansion"
             )
         buffer[: len(data)] = data
         return len(data)

@@ -8,12 +8,12 @@ whole lines (or of texts) is a piece that carries its content.
 
 import io
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
 from ingot.data.prepare.options import PrepareOptions
-from ingot.data.sources import documents
+from ingot.data.sources import documents, plain_text
 from ingot.data.sources.documents import TextBlock
 from ingot.data.sources.hub import read_hub
 from ingot.data.sources.input_files import (
@@ -21,13 +21,12 @@ from ingot.data.sources.input_files import (
     Guarded,
     SourceFile,
     expansion_limit,
-    format_of,
     is_lines,
-    is_readable_member,
     open_file,
     open_raw,
     starts_with_line_of_json,
 )
+from ingot.data.sources.suffixes import format_of, is_readable_member
 from ingot.data.sources.table_readers import column_bytes, open_parquet, read_batches, read_csv, read_json_values
 from ingot.errors import DataError
 
@@ -45,7 +44,7 @@ class Piece:
     end: int = 0
     size: int = 0  # bytes on disk, for progress
     first_record: int = 0  # number of the first line or row of a block, from 0
-    lines: bytes = b""
+    lines: bytes = b""  # or whole documents of a text file
     texts: TextBlock | None = None
 
 
@@ -70,11 +69,11 @@ def plan_pieces(files: Sequence[SourceFile], whole_files: bool, options: Prepare
                 yield Piece("texts", (file,), texts=block)
         elif file.compression is None and file.format == "parquet":
             yield from _parquet_pieces(file, options)
-        elif file.compression is None and is_lines(file):
+        elif file.compression is None and (is_lines(file) or (file.format == "text" and options.documents == "line")):
             for start in range(0, file.size, PIECE_BYTES):
                 end = min(start + PIECE_BYTES, file.size)
                 yield Piece("range", (file,), start, end, end - start)
-        elif whole_files or file.format in ("text", "zip"):
+        elif whole_files or file.format == "zip" or (file.format == "text" and options.documents == "file"):
             yield _files_piece([file])
         else:
             yield from _read_here(file, options)
@@ -86,13 +85,13 @@ def _files_piece(files: list[SourceFile]) -> Piece:
     return Piece("files", tuple(files), size=sum(f.size for f in files))
 
 
-def read_piece(piece: Piece, options: PrepareOptions, find_cut: documents.FindCut) -> Iterator[TextBlock]:
+def read_piece(piece: Piece, options: PrepareOptions, find_cut: plain_text.FindCut) -> Iterator[TextBlock]:
     """The documents of a piece, in blocks of bounded size. `find_cut` says where a huge text may be cut."""
     path = piece.files[0].path
     if piece.how == "range":
         yield from _read_range(piece, options)
     elif piece.how == "lines":
-        yield documents.jsonl_block(piece.lines, piece.first_record, path, options)
+        yield _block_reader(piece.files[0])(piece.lines, piece.first_record, path, options)
     elif piece.texts:
         yield piece.texts
     elif piece.how == "groups":
@@ -102,7 +101,7 @@ def read_piece(piece: Piece, options: PrepareOptions, find_cut: documents.FindCu
             yield from read_file(file, options, find_cut)
 
 
-def read_file(file: SourceFile, options: PrepareOptions, find_cut: documents.FindCut) -> Iterator[TextBlock]:
+def read_file(file: SourceFile, options: PrepareOptions, find_cut: plain_text.FindCut) -> Iterator[TextBlock]:
     if file.format == "zip":
         yield from _read_zip(file, options, find_cut)
     elif file.format == "parquet" and file.compression is None:
@@ -113,10 +112,10 @@ def read_file(file: SourceFile, options: PrepareOptions, find_cut: documents.Fin
 
 
 def _read_stream(
-    stream: IO[bytes], kind: str, path: str, options: PrepareOptions, find_cut: documents.FindCut
+    stream: IO[bytes], kind: str, path: str, options: PrepareOptions, find_cut: plain_text.FindCut
 ) -> Iterator[TextBlock]:
     if kind == "text":
-        yield from documents.read_text(stream, path, options, find_cut)
+        yield from plain_text.read_text(stream, path, options, find_cut)
     elif kind == "csv":
         yield from read_csv(stream, path, options)
     elif kind == "parquet":
@@ -133,7 +132,7 @@ def _read_stream(
             yield from read_json_values(stream, path, options)
 
 
-def _read_zip(file: SourceFile, options: PrepareOptions, find_cut: documents.FindCut) -> Iterator[TextBlock]:
+def _read_zip(file: SourceFile, options: PrepareOptions, find_cut: plain_text.FindCut) -> Iterator[TextBlock]:
     try:
         archive = zipfile.ZipFile(open_raw(file.path))
     except (zipfile.BadZipFile, OSError) as error:
@@ -156,9 +155,14 @@ def _read_zip(file: SourceFile, options: PrepareOptions, find_cut: documents.Fin
             limit -= guarded.done
 
 
+def _block_reader(file: SourceFile) -> Callable[[bytes, int, str, PrepareOptions], TextBlock]:
+    """Turns whole lines, or whole documents of a text file, into texts."""
+    return plain_text.text_block if file.format == "text" else documents.jsonl_block
+
+
 def _read_range(piece: Piece, options: PrepareOptions) -> Iterator[TextBlock]:
     """The lines that start within a byte range."""
-    path = piece.files[0].path
+    path, read_block = piece.files[0].path, _block_reader(piece.files[0])
     try:
         with open_raw(path) as file:
             start = piece.start
@@ -174,10 +178,10 @@ def _read_range(piece: Piece, options: PrepareOptions) -> Iterator[TextBlock]:
                 data += file.readline(options.max_document_bytes + 1)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    block = documents.jsonl_block(data, 0, path, options)
+    block = read_block(data, 0, path, options)
     if block.bad and start:  # only now is it worth knowing on which line the range begins
         if start < _COUNTED_BYTES or options.on_error != "skip":
-            block = documents.jsonl_block(data, documents.count_lines(path, start), path, options)
+            block = read_block(data, documents.count_lines(path, start), path, options)
         else:
             block.path = f"{path} (from byte {start:,})"
     yield block
@@ -208,11 +212,15 @@ def _read_here(file: SourceFile, options: PrepareOptions) -> Iterator[Piece]:
         return
     first = done = 0
     with open_file(file, options) as stream:
-        if is_lines(file):
-            for lines in documents.cut_lines(stream, options):
+        if file.format == "text" or is_lines(file):
+            cut = plain_text.cut_documents if file.format == "text" else documents.cut_lines
+            for lines in cut(stream, options):
                 before, done = done, _position(stream)
                 yield Piece("lines", (file,), size=done - before, first_record=first, lines=lines)
-                first += documents.newlines(lines)
+                if file.format != "text" or options.documents == "line":
+                    first += documents.newlines(lines)
+                else:
+                    first += plain_text.count_documents(lines, options)
         else:
             for block in _read_stream(stream, file.format, file.path, options, lambda text, low, high: None):
                 before, done = done, _position(stream)
