@@ -27,7 +27,10 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError
 from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
+from ingot.parallel.executors.base import NamedParameter
+from ingot.parallel.layout import Layout
 from ingot.training.checkpointer import Checkpointer
+from ingot.training.optimizer import Optimizer
 
 
 def state(value: float = 1.0) -> Tensors:
@@ -306,6 +309,25 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkey
     monkeypatch.setattr("ingot.checkpoint.manifest.MAX_MANIFEST_BYTES", size)
     save_checkpoint(run, 2, state(2), {})
     read_manifest(run / "checkpoints" / "2")
+
+
+def test_an_estimate_somewhat_above_the_limit_of_a_manifest_is_left_to_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}"])
+    weight = torch.zeros(4)
+    executor: Any = SimpleNamespace(
+        parameters=[NamedParameter("x", weight)], parameter_shapes={"x": (4,)}, coordinator=LocalCoordinator(),
+        layout=Layout(),
+    )  # fmt: skip
+    unused: Any = None
+    saving = Checkpointer(config, unused, executor, Optimizer(config.optimizer, {weight: "x"}), unused)
+    estimate = 3 * len("[1,[4],[4]],")  # of the weight and its two moments
+    monkeypatch.setattr("ingot.training.checkpointer.MAX_MANIFEST_BYTES", estimate / 1.2)
+    saving.check_manifest_size()
+    monkeypatch.setattr("ingot.training.checkpointer.MAX_MANIFEST_BYTES", estimate / 1.3)
+    with pytest.raises(CheckpointError, match="state_dict_type=full"):
+        saving.check_manifest_size()
 
 
 def test_a_checkpoint_holds_the_weights_of_its_step_however_slow_the_copy(

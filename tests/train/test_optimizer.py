@@ -22,6 +22,19 @@ def make(name: str, **values: object) -> tuple[GPT, Optimizer]:
     )
 
 
+@pytest.mark.parametrize(("elements", "sizes"), [(10, [1, 1, 1, 1, 1]), (32, [2, 2, 1]), (1000, [5])])
+def test_stacks_of_matrices_are_as_large_as_allowed_but_never_empty(
+    monkeypatch: pytest.MonkeyPatch, elements: int, sizes: list[int]
+) -> None:
+    """Stacks bound the memory that Muon takes; a matrix beyond the bound is processed alone."""
+    stacks: list[torch.Tensor] = []
+    monkeypatch.setattr("ingot.training.optimizer.STACK_ELEMENTS", elements)
+    monkeypatch.setattr("ingot.training.optimizer.orthogonal", lambda stack: (stacks.append(stack), stack)[1])
+    found = list(orthogonal_in_stacks(torch.full((4, 4), float(i)) for i in range(5)))
+    assert [len(stack) for stack in stacks] == sizes
+    assert [int(matrix[0, 0]) for matrix in found] == [0, 1, 2, 3, 4]
+
+
 def set_gradients(model: GPT, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in model.parameters():
