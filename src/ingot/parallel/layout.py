@@ -80,7 +80,7 @@ def problems(
     """Why a layout cannot work; nothing if it can."""
     if layout.size != world:
         comparison = "more" if layout.size > world else "fewer"
-        yield f"the layout ({layout}) takes {layout.size} processes, {comparison} than the {world} there are"
+        yield f"the layout ({layout}) needs {layout.size} processes, {comparison} than the {world} of this run"
     if layout.data > batch:
         yield (
             f"{layout.data} data-parallel processes cannot share a global_train_batch_size of {batch}; "
@@ -99,11 +99,14 @@ def problems(
         if model.positions == "learned" and model.context % t:
             yield f"parallel.tensor={t} does not divide the rows of the position table, {model.context}"
     if c > 1 and seq_len % (2 * c):
-        yield f"parallel.context={c} cuts a sequence into {2 * c} chunks, and max_seq_len {seq_len} does not divide"
+        yield (
+            f"parallel.context={c} cuts each sequence into {2 * c} chunks, but max_seq_len {seq_len} is not divisible "
+            f"by {2 * c}"
+        )
     if seq_len % (c * t):
-        yield f"max_seq_len {seq_len} does not divide by parallel.context x parallel.tensor, {c * t}"
+        yield f"max_seq_len {seq_len} is not divisible by parallel.context x parallel.tensor, {c * t}"
     if (model.document_mask or model.document_positions) and (c > 1 or layout.pipeline > 1):
-        yield "model.document_mask and document_positions need whole sequences in one stage, not context or pipeline"
+        yield "model.document_mask and document_positions do not work with parallel.context or pipeline above 1"
     if layout.pipeline > 1 and config.pipeline_schedule == "zero_bubble" and config.reshard_after_forward is True:
         yield "parallel.reshard_after_forward=true does not work with pipeline_schedule=zero_bubble; leave it on auto"
     stages = layout.pipeline * STAGES_PER_RANK[config.pipeline_schedule]
@@ -122,16 +125,16 @@ def nearest(
 
     working = [
         option
-        for option in (Layout(*degrees) for degrees in _factorisations(world, len(AXES)))
+        for option in (Layout(*degrees) for degrees in _factorizations(world, len(AXES)))
         if not any(True for _ in problems(option, config, world, model, seq_len, batch))
     ]
     return sorted(working, key=distance)[:count]
 
 
-def _factorisations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
+def _factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
     if factors == 1:
         yield (n,)
         return
     for first in (d for d in range(1, n + 1) if n % d == 0):
-        for rest in _factorisations(n // first, factors - 1):
+        for rest in _factorizations(n // first, factors - 1):
             yield (first, *rest)

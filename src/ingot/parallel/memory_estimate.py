@@ -68,31 +68,34 @@ class MemoryEstimate:
 
 def estimate_memory(m: ModelConfig, layout: Layout, parallel: ParallelConfig, work: StepShape) -> MemoryEstimate:
     """The bytes that the process with most of them needs."""
+    # parameters of this process: t processes share each matrix, p the layers, `sharers` what is left
     t, p, sharers = layout.tensor, layout.pipeline, layout.shard * layout.context
     layers = -(-m.n_layers // p)
     block, ends = m.block_parameters / t, m.end_parameters / t
     head = m.vocab_rows * m.d_model / t
     own = (layers * block + ends) / sharers  # in a pipeline, the stage with the larger end
     hidden = layers * block / sharers
-    half = 4 if work.precision == "fp32" else 2
+    half = 4 if work.precision == "fp32" else 2  # bytes of a number in a matrix product
     reshard = parallel.reshard_after_forward if parallel.reshard_after_forward != "auto" else p == 1
     reshard = reshard and not work.holds_weights
 
+    # activations: bytes per token and layer
     tokens = work.micro * work.seq_len / layout.context
     heads, groups, f = m.n_heads * m.head_width, m.kv_heads * m.head_width, m.ffn_width
     gated = m.activation == "swiglu"
     # bf16 runs keep the residual stream in bf16, fp16 runs keep it in fp32
     residual, gathered_input = (2 if work.precision in ("bf16", "fp8") else 4) * m.d_model / t, 2 * half * m.d_model
     products = half * (heads + 2 * groups + heads + f * (2 if gated else 1)) / t  # of matrix products, attention
-    turned = half * (heads + groups) / t if m.positions == "rotary" or m.qk_ln else 0
-    rest = half * (heads + f * (2 if gated else 1)) / t + turned  # what is cheap to recompute
+    rotated = half * (heads + groups) / t if m.positions == "rotary" or m.qk_ln else 0
+    cheap = half * (heads + f * (2 if gated else 1)) / t + rotated  # to recompute
     dropped = 2 * m.d_model * (1 + half) / t if m.resid_pdrop else 0
-    whole = 2 * residual + gathered_input + products + rest + dropped
+    whole = 2 * residual + gathered_input + products + cheap + dropped
     kept = {None: whole, "selective": residual + products + 2 * half * m.d_model / t, "full": residual}[work.recompute]
     again = 0 if work.recompute is None else whole  # one block at a time is recomputed
     in_flight = p * (1 if STAGES_PER_RANK[parallel.pipeline_schedule] == 1 else 1.5) if p > 1 else 1
 
-    # the head's weights once more in half precision; a block's gradients and what is sent of them, in fp32
+    # what exists for a moment: the head's weights in half precision; a block's gradients, and what is sent of them in
+    # fp32; logits; what the backward pass of a block computes
     cast = half * head if half == 2 else 0
     blocks = half * block * (2 if reshard else layers) + (half + 4) * block
     if work.holds_weights:
