@@ -94,7 +94,7 @@ class Pipeline:
         self.count = mesh.layout.pipeline * STAGES_PER_RANK[schedule]
         self.has_first, self.has_last = any(s.first for s in stages), any(s.last for s in stages)
         self._schedules: dict[tuple[int, int], Any] = {}
-        self._tokens: Tensor | None = None
+        self._divisor: Tensor | None = None
         self._tied_group = self._make_tied_group()
 
     def microbatches(self, at_least: int) -> int:
@@ -112,10 +112,11 @@ class Pipeline:
         labels: Tensor,
         sequence_keys: Tensor | None,
         microbatches: int,
-        batch_tokens: Tensor,
+        divisor: Tensor,
     ) -> Tensor:
-        """Add the gradients of a batch. Return this process's part of the loss, zero except at the last stage."""
-        self._tokens = batch_tokens
+        """Add the gradients of a batch, whose losses are divided by `divisor`. Return this process's share of the loss,
+        zero except at the last stage."""
+        self._divisor = divisor
         tokens, labels = self._take(tokens), self._take(labels)
         losses: list[Tensor] = []
         inputs = (tokens,) if self.has_first else ()
@@ -193,8 +194,8 @@ class Pipeline:
         return self._schedules[key]
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
-        assert self._tokens is not None
-        return output.sum() / self._tokens
+        assert self._divisor is not None
+        return output.sum() / self._divisor
 
     # --- tied embeddings
 
