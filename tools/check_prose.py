@@ -34,7 +34,7 @@ PHRASES = {
     r"\bdata sets?\b": "'dataset'",
     r"\btrains? on from\b": "'continue training from'",
     r"\bare no numbers\b|\bis no number\b": "'is NaN or infinite'",
-    r"\b(?:colour|behaviour|licence|initialis|normalis|utilis|recognis|organis|favour|neighbour|centre)": "American spelling",
+    r"\b(?:colour|behaviour|licence|favour|honour|neighbour|centre|artefact)|(?:initial|normal|util|recogn|organ|quant|orthogonal|serial|summar)is(?:e|i|a)|\b(?:mis)?spelt\b": "American spelling",
 }  # fmt: skip
 
 # Files that are not checked, and why. Empty is best.
@@ -80,6 +80,8 @@ def running_text(text: str) -> tuple[str, list[int]]:
     each line starts."""
     parts, starts, length = [], [], 0
     for line in text.splitlines():
+        if line.lstrip().startswith("def test_"):
+            line = line.replace("_", " ")  # the name of a test is a sentence
         parts.append(re.sub(r"""^\s*(?:[#>*-] |f?["'])?|["'\\]*$""", "", line).strip() + " ")
         starts.append(length)
         length += len(parts[-1])

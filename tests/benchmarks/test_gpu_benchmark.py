@@ -44,7 +44,7 @@ def test_every_system_trains_to_the_reference_loss_and_leaves_a_row(data: Path, 
         assert row["tokens_per_second"] > 0 and row["mfu_full"] > row["mfu_causal"] > 0 and row["product_flops"] > 0
 
 
-def test_a_peer_that_does_not_fit_has_no_row_and_the_others_go_on(
+def test_a_peer_that_does_not_fit_has_no_row_and_the_others_continue(
     data: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:

@@ -165,7 +165,7 @@ def test_a_megatron_checkpoint_is_imported_without_its_padding(
     assert_same(tmp_path / "out", model)
 
 
-def test_zero_centered_norms_of_megatron_get_their_one_back(tmp_path: Path) -> None:
+def test_zero_centered_norms_of_megatron_get_one_added_back(tmp_path: Path) -> None:
     model, stored = model_of(**GPT3), model_of(**GPT3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -198,7 +198,7 @@ def test_half_precision_weights_keep_their_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_goes_on_from_an_imported_checkpoint(tmp_path: Path, data: Path, ingot: Any) -> None:
+def test_training_continues_from_an_imported_checkpoint(tmp_path: Path, data: Path, ingot: Any) -> None:
     model = model_of(family="gpt3", vocab_size=320, vocab_multiple=16, max_seq_len=32)
     write_megatron(tmp_path / "run", model, tp=2)
     ingot("import", str(tmp_path / "run"), str(tmp_path / "start"))

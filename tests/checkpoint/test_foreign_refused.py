@@ -114,7 +114,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: float) -> None:
     refused(path, tmp_path / "out", "ep0-ba3-rank0.pt.*damaged or cut short|ep0-ba3-rank0.pt is not a checkpoint")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", tmp_path / "out", "no such file or folder")
     empty = tmp_path / "empty"
     empty.mkdir()

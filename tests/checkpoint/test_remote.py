@@ -47,7 +47,7 @@ def remote_steps(url: str) -> list[int]:
     return [place.step for place in find_checkpoints(url)]
 
 
-def test_a_run_at_a_url_goes_on_on_another_machine(
+def test_a_run_at_a_url_continues_on_another_machine(
     data: Path, tmp_path: Path, store: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for machine in ("one", "two"):
@@ -79,7 +79,7 @@ def test_weights_are_loaded_from_a_url_and_starting_over_forgets_what_is_there(
     assert remote_steps("s3://test/weights") == [2]
 
 
-def test_loading_from_a_url_without_a_checkpoint_is_the_users_mistake(
+def test_loading_from_a_url_without_a_checkpoint_is_a_user_error(
     ingot: Ingot, data: Path, store: dict[str, str]
 ) -> None:
     done = ingot("train", *RUN, f"data={data}", "load_path=s3://test/nothing", "save_folder=run", check=False)
@@ -110,7 +110,7 @@ def test_a_damaged_local_checkpoint_is_replaced_by_its_remote_copy(tmp_path: Pat
     assert float(read(here / "checkpoints" / "2")[MODEL]["a"][0, 0]) == 2
 
 
-def test_an_upload_without_its_manifest_is_no_checkpoint(tmp_path: Path, store: dict[str, str]) -> None:
+def test_an_upload_without_its_manifest_is_not_a_checkpoint(tmp_path: Path, store: dict[str, str]) -> None:
     for step in (1, 2):
         path = save_checkpoint(tmp_path / "run", step, state(step), {})
         for file in path.iterdir():
@@ -223,7 +223,7 @@ def test_checkpoints_are_listed_shown_verified_copied_and_consolidated(
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_place_in_a_folder_reads_like_one_at_a_url(tmp_path: Path) -> None:
+def test_a_checkpoint_in_a_folder_reads_like_one_at_a_url(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 3, state(), {})
     assert find_checkpoints(str(path))[0].manifest().step == 3
     assert CheckpointLocation(Remote(str(tmp_path)), "checkpoints/3/").step == 3

@@ -120,9 +120,7 @@ def test_preparing_ahead_leaves_less_for_the_first_save(tmp_path: Path) -> None:
     assert planned is not None and saver._planned is planned and saver.problem is None
 
 
-def test_a_file_system_that_cannot_bypass_the_page_cache_is_written_to_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_direct_writes_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = os.open
 
     def refusing(path: object, flags: int, mode: int = 0o777) -> int:
@@ -225,11 +223,11 @@ def test_a_newer_checkpoint_is_found_by_its_manifest_alone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("keep", "every", "gone"), [(-1, 0, []), (2, 0, [10, 20, 30]), (1, 20, [10, 30]), (0, 0, [10, 20, 30, 40])]
 )
-def test_retention_keeps_the_newest_and_every_so_many(keep: int, every: int, gone: list[int]) -> None:
+def test_retention_keeps_the_newest_and_those_at_multiples(keep: int, every: int, gone: list[int]) -> None:
     assert to_remove([30, 10, 20, 50, 40], keep, every) == gone
 
 
-def test_consolidating_gives_the_same_tensors_in_one_file_of_each_kind(tmp_path: Path) -> None:
+def test_consolidating_keeps_the_same_tensors_in_one_file_of_each_kind(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "run", 1, state(), {"x": 1})
     out = consolidate(read_manifest(path), tmp_path / "out", [MODEL])
     assert sorted(os.listdir(out)) == ["manifest.json", "model.safetensors"]

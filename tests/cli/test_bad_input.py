@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_model_is_refused(ingot_here: Ingot, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_model_is_refused(ingot_here: Ingot, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert "holds no checkpoint" in refused(ingot_here, "generate", "folder", "--prompt", "x")
     assert "no such run or checkpoint" in refused(ingot_here, "export", "nowhere", "--to", "hf", "out")
@@ -163,7 +163,7 @@ def test_what_is_no_model_is_refused(ingot_here: Ingot, tmp_path: Path) -> None:
     assert "holds no checkpoint" in refused(ingot_here, "eval", "folder")
 
 
-def test_a_checkpoint_of_another_shape_cannot_be_loaded_as_start(
+def test_a_checkpoint_of_another_shape_cannot_be_the_start(
     ingot_here: Ingot, trained: Path, data: Path, tmp_path: Path
 ) -> None:
     message = refused(

@@ -53,7 +53,7 @@ def test_help_fits_80_columns(name: str, flag: str, monkeypatch: pytest.MonkeyPa
     assert "…" not in done.output  # nothing is cut off
 
 
-def test_help_lists_the_verbs_by_purpose_and_waits_for_no_large_library() -> None:
+def test_help_lists_the_verbs_by_purpose_and_imports_no_large_library() -> None:
     code = (
         "import sys\nfrom ingot.cli.main import app\n"
         "app(['--help'], standalone_mode=False)\n"

@@ -71,7 +71,7 @@ def test_hyphens_and_underscores_are_the_same_but_not_after_two_hyphens(run: Any
     assert run("place", "--no_preflight", "--", "--out-root") == {"what": "--out-root", "preflight": False}
 
 
-def test_a_field_that_is_no_option_of_the_command_is_refused(run: Any) -> None:
+def test_a_field_that_is_not_an_option_of_the_command_is_refused(run: Any) -> None:
     done = run("place", "--other", "a")
     assert done.exit_code == 2 and "--other" in done.output
 

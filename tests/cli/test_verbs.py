@@ -60,7 +60,7 @@ def test_tensorboard_gets_the_same_numbers(trained: Path) -> None:
     assert shown == [(row["time/batch"], pytest.approx(row["loss/train/total"])) for row in rows]
 
 
-def test_eval_gives_what_training_saw_at_its_end(ingot: Ingot, trained: Path, data: Path) -> None:
+def test_eval_reports_what_training_saw_at_its_end(ingot: Ingot, trained: Path, data: Path) -> None:
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     shown = json.loads(ingot("eval", str(trained), "--json").stdout)
     for name in ("LanguageCrossEntropy", "LanguagePerplexity", "BitsPerByte"):

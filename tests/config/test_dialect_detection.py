@@ -51,7 +51,7 @@ def test_two_vocabularies_are_refused_in_two_files_and_in_one(tmp_path: Path) ->
     )
 
 
-def test_the_vocabulary_can_be_said() -> None:
+def test_the_vocabulary_can_be_given() -> None:
     assert "unknown key" in error_of(MPT, dialect="neox")
     assert error_of(MPT, dialect="fairseq") == "there is no dialect fairseq; there are foundry, neox, megatron"
 

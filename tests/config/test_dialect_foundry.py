@@ -191,7 +191,7 @@ def test_the_command_of_the_guide_works() -> None:
         ("neox_init_", ("small", "wang")),
     ],
 )
-def test_initialisations_keep_their_scheme(init: str, expected: tuple[str, str]) -> None:
+def test_initializations_keep_their_scheme(init: str, expected: tuple[str, str]) -> None:
     model = load("mpt-125m", f"model.init_config.name={init}").model
     assert (model.init, model.residual_init) == expected
 
@@ -230,7 +230,7 @@ def test_initialisations_keep_their_scheme(init: str, expected: tuple[str, str])
         ("model.n_heads=many", "must be a number"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(override: str, words: str) -> None:
+def test_what_cannot_be_honored_is_refused_by_name(override: str, words: str) -> None:
     arguments = [override, "n_gpus=8"] if override.startswith("device_train_batch") else [override]
     message = error_of(*arguments)
     assert (words or "3 x 8 n_gpus is not global_train_batch_size 256") in message and "Traceback" not in message

@@ -348,7 +348,7 @@ def test_scripts_that_cannot_be_read_as_data_are_refused_with_their_line(tmp_pat
         ("--position-embedding-type mrope", "possible here: learned_absolute, rope, none, alibi"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(arguments: str, words: str) -> None:
+def test_what_cannot_be_honored_is_refused_by_name(arguments: str, words: str) -> None:
     message = error_of(*SMALL, *shlex.split(arguments))
     assert words in message and "Traceback" not in message
 
@@ -365,7 +365,7 @@ def test_with_finetune_load_is_where_the_weights_come_from() -> None:
     assert load_run_config([*SMALL, "--load", "other", "--finetune"]).load_path == "other"
 
 
-def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None:
+def test_each_dataset_is_split_and_all_are_blended_by_megatrons_rules() -> None:
     config = load("documents.sh")
     assert config.data is not None and config.data.eval is not None
     for source, part in ((config.data.train, "train"), (config.data.eval, "valid")):
@@ -384,7 +384,7 @@ def test_each_data_set_is_split_and_all_are_blended_by_megatrons_rules() -> None
     assert none is not None and none.eval is None
 
 
-def test_documents_begin_anew_after_the_tokenizers_last_token() -> None:
+def test_documents_restart_after_the_tokenizers_last_token() -> None:
     config = load("documents.sh")
     assert (config.model.document_mask, config.model.document_positions, config.mask_eos_loss) == (True, True, True)
     assert config.model.eos_token_id == config.no_loss_after_token == 50256
@@ -393,7 +393,7 @@ def test_documents_begin_anew_after_the_tokenizers_last_token() -> None:
     assert load("documents.sh", *arguments, "--null-tokenizer-eod-id", "5").model.eos_token_id == 5
 
 
-def test_heads_are_normalised_and_norms_keep_their_biases() -> None:
+def test_heads_are_normalized_and_norms_keep_their_biases() -> None:
     config = load("documents.sh")
     assert (config.model.qk_ln, config.model.no_bias, config.model.norm_bias) == ("heads", True, True)
     layer = 12 * 384**2 + 2 * 2 * 384 + 2 * 2 * 64  # matrices; two norms; those of queries and keys

@@ -163,7 +163,7 @@ def test_hyphens_are_underscores_in_files_and_overrides() -> None:
     assert pythia("70M", "optimizer.params.lr=0.5").optimizer.lr == 0.5
 
 
-def test_a_key_in_two_files_is_refused_however_it_is_spelt(tmp_path: Path) -> None:
+def test_a_key_in_two_files_is_refused_however_it_is_spelled(tmp_path: Path) -> None:
     second = tmp_path / "more.yml"
     second.write_text("# one more\nnum_layers: 8\n")
     with pytest.raises(ConfigError, match=r"more.yml:2: num_layers is already set at .*70M.yml:6"):
@@ -247,12 +247,12 @@ def test_json_that_neox_does_not_read_is_refused_with_its_line(tmp_path: Path, t
         (["checkpoint_scale=log"], "use linear"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(overrides: list[str], words: str) -> None:
+def test_what_cannot_be_honored_is_refused_by_name(overrides: list[str], words: str) -> None:
     message = error_of(*overrides)
     assert words in message and "Traceback" not in message
 
 
-def test_one_data_set_is_split_by_neoxs_rule() -> None:
+def test_one_dataset_is_split_by_neoxs_rule() -> None:
     data = load(str(FILES / "exponential.yml")).data
     assert data is not None and data.eval is not None and data.train.documents and data.eval.documents
     assert data.train.documents.model_dump() == {"split": "995,4,1", "part": "train", "rule": "neox"}
@@ -261,13 +261,13 @@ def test_one_data_set_is_split_by_neoxs_rule() -> None:
     assert whole is not None and whole.train.documents is None and whole.eval is None
 
 
-def test_data_sets_without_weights_weigh_the_same() -> None:
+def test_datasets_without_weights_weigh_the_same() -> None:
     data = load(str(FILES / "125M-gpt2.yml"), "train_data_weights=null").data
     assert data is not None and {source.weight for source in data.train.mix.values()} == {1.0}
     assert data.train.mix_order == "greedy"
 
 
-def test_biases_of_norms_and_initialisation_by_neoxs_names() -> None:
+def test_biases_of_norms_and_initialization_by_neoxs_names() -> None:
     config = load(str(FILES / "exponential.yml"))
     model = config.model
     assert (model.no_bias, model.norm_bias, model.init, model.residual_init) == (True, True, "normal", "same")

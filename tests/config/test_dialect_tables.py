@@ -37,7 +37,7 @@ def test_a_key_stands_in_one_table_only(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_tables_name_native_keys_that_there_are(name: str) -> None:
+def test_tables_name_native_keys_that_exist(name: str) -> None:
     d = DIALECTS[name]
     named = {*d.table["renamed"].values(), *(e["native"] for e in d.table["choices"].values() if "native" in e)}
     assert named <= NATIVE and set(d.table["defaults"]) <= set(d.table["renamed"])
@@ -127,7 +127,7 @@ def test_unknown_keys_never_pass(name: str) -> None:
             translation = Translation(DIALECTS[name], {**given, odd: 1}, {}).run()
             assert any(problem.startswith(f"unknown key {odd} of ") for problem in translation.problems), odd
             return
-    raise AssertionError("no key could be misspelt")
+    raise AssertionError("no key could be misspelled")
 
 
 @pytest.mark.parametrize(

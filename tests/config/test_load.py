@@ -127,7 +127,7 @@ def test_a_file_names_its_run_plainly(stem: str, name: str, tmp_path: Path) -> N
     assert load_run_config([write(tmp_path, BASE, f"{stem}.yaml")]).name == name
 
 
-def test_a_misspelt_key_names_file_line_and_the_closest_key(tmp_path: Path) -> None:
+def test_a_misspelled_key_names_file_line_and_the_closest_key(tmp_path: Path) -> None:
     path = write(tmp_path, BASE.replace("d_model", "d_modle"))
     assert error_of(path) == f"{path}:5: unknown key model.d_modle; did you mean model.d_model?"
 
@@ -158,7 +158,7 @@ def test_a_wrong_type_names_key_value_and_what_was_expected(tmp_path: Path) -> N
         ("optimizer.betas=[a,0.9]", "'a': input should be a valid number, unable to parse string as a number"),
     ],
 )  # fmt: skip
-def test_what_may_be_several_things_is_one_sentence_that_names_the_closest(
+def test_a_value_of_none_of_several_types_is_one_sentence_that_names_the_closest(
     tmp_path: Path, override: str, rest: str
 ) -> None:
     key = override.partition("=")[0] + (".0" if "[" in override else "")
@@ -205,7 +205,7 @@ def test_impossible_values_are_refused_with_a_reason(tmp_path: Path, override: s
     [("model: [1, 2\n", ":2: not valid YAML"), ("- a\n- b\n", "must be a mapping"), ("seed: 1\nseed: 2\n", "duplicate"),
      ("model: hello\ndata: x\n", "model"), ("seed: " + "9" * 5000, "cannot be read"), ("[" * 3000, "cannot be read")],
 )  # fmt: skip
-def test_files_that_are_no_config_are_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_files_that_are_not_configs_are_refused(tmp_path: Path, text: str, words: str) -> None:
     assert words in error_of(write(tmp_path, text))
 
 
@@ -281,7 +281,7 @@ def test_overrides_reach_every_field(tmp_path: Path) -> None:
         (["data.train.mix_order=random"], "data.train.mix_order"),
     ],
 )
-def test_document_settings_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
+def test_impossible_document_settings_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", ".")):
         load_run_config(["data=x", *overrides])
 

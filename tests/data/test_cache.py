@@ -257,7 +257,7 @@ def test_lasting_faults_are_one_clear_sentence_and_leave_nothing(
         ("/nowhere/at/all", r"holds no index\.json"),
     ],
 )
-def test_a_remote_that_is_gone_says_so(tmp_path: Path, server: Server, remote: str, message: str) -> None:
+def test_a_missing_remote_is_named(tmp_path: Path, server: Server, remote: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_dataset(SourceConfig(path=str(tmp_path / "c"), remote=remote.replace("SERVER", server.url)), 16)
 
@@ -290,7 +290,7 @@ def test_splits_of_a_remote_folder_are_listed(tmp_path: Path) -> None:
             open_dataset(source, 16)
 
 
-def test_a_pair_in_a_remote_folder_is_found_with_what_prepare_wrote_beside_it(tmp_path: Path) -> None:
+def test_a_pair_in_a_remote_folder_is_found_with_what_prepare_wrote_next_to_it(tmp_path: Path) -> None:
     write_pair(tmp_path / "remote/train/train_text_document", DOCUMENTS)
     (tmp_path / "remote/train/train_text_document.meta.json").write_text('{"bytes": 87, "max_token": 10}')
     (tmp_path / "remote/tokenizer").mkdir()
@@ -370,7 +370,7 @@ def test_a_file_that_replaced_ours_is_not_evicted(tmp_path: Path, server: Server
     assert mine.read_bytes() == b"something of the user"
 
 
-def test_after_a_crash_of_the_machine_fetched_shards_are_verified_anew(tmp_path: Path, server: Server) -> None:
+def test_after_a_crash_of_the_machine_fetched_shards_are_verified_again(tmp_path: Path, server: Server) -> None:
     rows = random_tokens(4 * 4 * 64).reshape(4, 4, 64)
     write_mds(server.folder / "data", [list(samples) for samples in rows])
     cache = tmp_path / "cache"
@@ -521,7 +521,7 @@ def test_a_fetched_file_is_synced_unless_a_later_start_can_verify_it(
     assert bool(found) == synced
 
 
-def test_readers_that_start_together_take_the_index_of_each_other_for_right(tmp_path: Path) -> None:
+def test_readers_that_start_together_accept_each_others_index(tmp_path: Path) -> None:
     """A file that appears between two checks is the neighbor's, not other data."""
     remote = write_mds(tmp_path / "data", SHARDS)
     Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE())).save(remote / "tokenizer")
@@ -537,7 +537,7 @@ def test_readers_that_start_together_take_the_index_of_each_other_for_right(tmp_
         sys.setswitchinterval(interval)
 
 
-def test_processes_that_start_together_after_a_kill_sweep_up_beside_each_other(tmp_path: Path) -> None:
+def test_processes_that_start_together_after_a_kill_clean_up_side_by_side(tmp_path: Path) -> None:
     state = tmp_path / "cache/.ingot"
     state.mkdir(parents=True)
     for _ in range(20):
@@ -641,7 +641,7 @@ def test_a_process_that_hangs_in_a_download_loses_it_and_does_no_harm_when_it_wa
     assert leftovers(cache) == []
 
 
-def test_a_closed_cache_stops_its_downloads_and_removes_what_it_began(tmp_path: Path, server: Server) -> None:
+def test_a_closed_cache_stops_its_downloads_and_removes_incomplete_files(tmp_path: Path, server: Server) -> None:
     write_mds(server.folder / "data", SHARDS)
     server.gate.clear()
     server.faults = lambda name, earlier: "stall"

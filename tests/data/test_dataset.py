@@ -38,7 +38,7 @@ def test_windows_of_any_length_lose_no_token(tmp_path: Path, seq_len: int, equal
     assert (labels != IGNORE).sum() == len(flat) - 1  # each token but the first is predicted once
 
 
-def test_inputs_and_labels_are_memory_of_their_own(tmp_path: Path) -> None:
+def test_inputs_and_labels_own_their_memory(tmp_path: Path) -> None:
     tokens, labels = open_at(write_mds(tmp_path / "data", random_shards())).gather(np.arange(2))
     before = tokens.copy()
     labels[:] = IGNORE
@@ -142,7 +142,7 @@ def test_the_description_has_format_place_and_counts(tmp_path: Path) -> None:
     assert open_at(folder, 100).describe() == f"MDS {folder}: 1,001 tokens in 1 shard, 10 samples of 100"
 
 
-def test_the_tokenizer_is_found_beside_the_splits_or_in_them(tmp_path: Path) -> None:
+def test_the_tokenizer_is_found_next_to_the_splits_or_in_them(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "root/train", random_shards())
     assert open_at(tmp_path / "root", split="train").tokenizer_folder is None
     for place in (tmp_path / "root/tokenizer", folder / "tokenizer"):
@@ -158,7 +158,7 @@ def test_samples_that_do_not_exist_are_refused(tmp_path: Path) -> None:
             dataset.gather(np.array([0, wrong]))
 
 
-def test_shards_without_samples_are_passed_over(tmp_path: Path) -> None:
+def test_shards_without_samples_are_skipped(tmp_path: Path) -> None:
     shards = random_shards()
     full = [shards[0], [], shards[1], [], [], shards[2], []]
     folder = write_mds(tmp_path / "data", full)

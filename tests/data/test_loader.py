@@ -59,7 +59,7 @@ def test_any_number_of_ranks_gets_the_same_global_batches(dataset: Dataset) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
-def test_a_run_resumed_on_other_ranks_reads_on_where_it_stopped(dataset: Dataset, ranks: int) -> None:
+def test_a_run_resumed_on_other_ranks_continues_reading_where_it_stopped(dataset: Dataset, ranks: int) -> None:
     whole = [batch.samples for batch in take(BatchLoader(dataset, 12, seed=3, shuffle=True), 20)]
     size = 12 // ranks
     for start in (0, 1, 7, 19):

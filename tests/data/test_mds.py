@@ -31,12 +31,12 @@ def test_every_integer_type_and_encoding_reads_back(tmp_path: Path, dtype: str, 
 
 @pytest.mark.parametrize("extra", [False, True])
 @pytest.mark.parametrize("encoding", ["ndarray", "ndarray:uint16"])
-def test_samples_of_any_length_beside_other_columns_read_back(tmp_path: Path, encoding: str, extra: bool) -> None:
+def test_samples_of_any_length_next_to_other_columns_read_back(tmp_path: Path, encoding: str, extra: bool) -> None:
     shards = random_shards(longest=700)  # lengths stored in one byte and in two
     assert (all_tokens(write_mds(tmp_path / "data", shards, encoding, extra=extra)) == flatten(shards)).all()
 
 
-def test_equally_long_samples_beside_other_columns_read_back(tmp_path: Path) -> None:
+def test_equally_long_samples_next_to_other_columns_read_back(tmp_path: Path) -> None:
     shards = [[random_tokens(20, seed=i) for i in range(6)]]
     for k, encoding in enumerate(("ndarray:uint16", "ndarray:uint16:20")):
         folder = write_mds(tmp_path / str(k), shards, encoding, extra=True)
@@ -164,7 +164,7 @@ def test_an_index_that_is_not_json_is_refused(tmp_path: Path) -> None:
         open_dataset(SourceConfig(path=str(tmp_path)), 16)
 
 
-def test_a_sample_encoded_unlike_its_neighbours_of_the_same_size_is_refused(tmp_path: Path) -> None:
+def test_a_sample_encoded_unlike_its_neighbors_of_the_same_size_is_refused(tmp_path: Path) -> None:
     """Two tokens of four bytes take the place of four of two: only the head of the sample tells."""
     samples = [np.arange(4, dtype=np.uint16), np.arange(2, dtype=np.uint32), np.arange(4, dtype=np.uint16)]
     dataset = open_dataset(SourceConfig(path=str(write_mds(tmp_path / "data", [samples], "ndarray"))), 2)

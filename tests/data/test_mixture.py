@@ -111,7 +111,7 @@ def test_changed_shares_repeat_and_skip_no_sample(tmp_path: Path, position: int,
         assert (samples == order.take(np.arange(len(samples)))).all()  # its own order, without gap or repetition
 
 
-def test_a_source_that_left_and_returns_reads_on(tmp_path: Path) -> None:
+def test_a_source_that_returns_continues_where_it_was(tmp_path: Path) -> None:
     one = open_mix(tmp_path, web=1, books=1)
     two = open_mix(tmp_path, web=1)
     two.resume(one.state(), 1000)
@@ -153,6 +153,6 @@ def test_tiny_weights_still_get_a_sample(tmp_path: Path) -> None:
         ({"mix": {"a": {"path": "y", "weight": 0}}}, "greater than 0"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(source: dict, message: str) -> None:
+def test_an_impossible_mixture_is_refused(source: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SourceConfig(**source)

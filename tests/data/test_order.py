@@ -24,7 +24,7 @@ def test_the_id_at_a_position_does_not_depend_on_how_it_is_asked_for() -> None:
     assert (order.take(scattered) == whole[scattered]).all()
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_each_epoch_and_seed_has_its_own_order() -> None:
     n = 5000
     first, second = Order(n, 1).take(np.arange(2 * n)).reshape(2, n)
     other = Order(n, 2).take(np.arange(n))
@@ -45,7 +45,7 @@ def test_every_sample_is_equally_likely_at_every_position(n: int) -> None:
         assert chi_square < (bins - 1) + 6 * np.sqrt(2 * (bins - 1)), (p, chi_square)
 
 
-def test_neighbours_in_the_order_are_not_neighbours_in_the_data() -> None:
+def test_neighbors_in_the_order_are_not_neighbors_in_the_data() -> None:
     ids = Order(100_000, 9, True, 1000, 10).take(np.arange(100_000))
     within = ids[:10_000]  # one window of ten blocks
     assert len(np.unique(within // 1000)) == 10
@@ -67,7 +67,7 @@ def test_a_window_reads_only_its_own_blocks_and_says_which() -> None:
             assert position == 2 * n
 
 
-def test_without_shuffling_samples_come_as_they_stand() -> None:
+def test_without_shuffling_samples_keep_their_stored_order() -> None:
     assert Order(10, 1, shuffle=False).take(np.arange(25)).tolist() == [*range(10), *range(10), *range(5)]
 
 

@@ -63,7 +63,9 @@ def test_documents_are_split_by_the_peers_rounding(split: str, rule: str, restat
         ("995,4,1", 7, [0, 7, 7, 7], [0, 7, 7, 7]),
     ],
 )
-def test_typed_edges(split: str, size: int, megatron: list[int], neox: list[int]) -> None:
+def test_document_splits_have_the_edges_computed_by_hand(
+    split: str, size: int, megatron: list[int], neox: list[int]
+) -> None:
     assert (split_edges(split, size, "megatron"), split_edges(split, size, "neox")) == (megatron, neox)
 
 
@@ -103,7 +105,7 @@ def test_a_real_corpus_is_split_as_its_makers_would() -> None:
     assert sum(sizes) == open_dataset(SourceConfig(path=str(prefix)), 128).tokens and min(sizes) > 0
 
 
-def test_parts_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_impossible_parts_are_refused(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "x", [[[1, 2, 3]]] * 5)
     with pytest.raises(DataError, match="none of its 5 documents is test by 969,30,1"):
         open_dataset(SourceConfig(**part(prefix, "969,30,1", "test")), 4)

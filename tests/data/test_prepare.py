@@ -199,7 +199,7 @@ def test_text_kept_as_text_comes_back(corpus: Path, tmp_path: Path) -> None:
     assert report.train_command is None
 
 
-def test_beginning_and_end_of_documents_are_as_asked(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_beginning_and_end_of_documents_are_those_requested(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     run(corpus, tmp_path / "out", tokenizer, bos_text="the", eos_text=" ore")
     expected = [i for t in TEXTS for i in [*tokenizer.encode("the"), *tokenizer.encode(t), *tokenizer.encode(" ore")]]
     assert stream(tmp_path / "out" / "train") == expected
@@ -341,7 +341,7 @@ def test_killed_anywhere_and_run_again_it_ends_with_the_same_bytes(
     assert kills > 8
 
 
-def test_a_second_kill_does_not_undo_the_first_rescue(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_second_kill_does_not_undo_the_first_recovery(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     run(corpus, tmp_path / "undisturbed", tokenizer)
 
     codes = []
@@ -358,7 +358,7 @@ def test_a_second_kill_does_not_undo_the_first_rescue(corpus: Path, tokenizer: T
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
 
 
-def test_a_damaged_part_is_made_again_and_intact_ones_are_not(
+def test_a_damaged_part_is_rebuilt_and_intact_ones_are_not(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a power cut the journal may name a part whose bytes never reached the disk."""
@@ -443,7 +443,7 @@ def test_two_at_once_do_not_mix(corpus: Path, tokenizer: Tokenizer, tmp_path: Pa
 # ---- bad input ----
 
 
-def test_a_bad_line_stops_with_its_number_or_is_left_out_and_counted(
+def test_a_bad_line_stops_with_its_number_or_is_skipped_and_counted(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     lines = corpus.read_text().splitlines(keepends=True)
@@ -467,7 +467,7 @@ def test_empty_documents_are_counted_and_leave_no_token(tokenizer: Tokenizer, tm
     assert stream(tmp_path / "out" / "train") == expected_stream(tokenizer, ["ore"])
 
 
-def test_input_without_text_is_no_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_input_without_text_is_not_a_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError, match=r"no text in .*x\.jsonl$"):
         run(tmp_path / "x.jsonl", tmp_path / "out", tokenizer)
@@ -518,7 +518,7 @@ def test_the_command_refuses_every_split_before_it_writes_the_first(split: str, 
 @pytest.mark.parametrize(
     ("options", "lines"), [({"num_workers": 2}, 1), ({"share": (0, 3)}, 1), ({"share": (1, 3)}, 0)], ids=str
 )
-def test_what_a_folder_holds_and_is_not_read_is_said_once(
+def test_files_of_a_folder_that_are_not_read_are_reported_once(
     options: dict, lines: int, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
@@ -671,7 +671,7 @@ def test_the_process_that_forks_the_workers_has_one_thread(tokenizer: Tokenizer)
         pool.close()
 
 
-def test_a_worker_that_dies_is_reported_and_the_rest_can_go_on(
+def test_a_worker_that_dies_is_reported_and_the_rest_can_continue(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(corpus, tmp_path / "undisturbed", tokenizer)

@@ -106,7 +106,7 @@ def test_a_share_that_was_killed_continues_when_it_is_run_again(
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_the_last_process_does_what_a_share_has_left_undone(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_last_process_finishes_what_a_share_left_undone(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     run(corpus, tmp_path / "whole", tokenizer)
     out = tmp_path / "out"
     run(corpus, out, tokenizer, share=(0, SHARES))
@@ -117,7 +117,7 @@ def test_the_last_process_does_what_a_share_has_left_undone(corpus: Path, tokeni
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_neither_the_same_share_nor_the_last_process_starts_beside_one(
+def test_neither_the_same_share_nor_the_last_process_starts_next_to_one(
     corpus: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

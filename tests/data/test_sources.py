@@ -186,7 +186,7 @@ def test_a_bad_line_is_named_with_its_number(kind: str, line: bytes, problem: st
     assert [t.decode() for b in blocks(path, max_document_bytes=4000) for t in b.texts] == TEXTS
 
 
-def test_what_only_pythons_parser_takes_is_taken(tmp_path: Path) -> None:
+def test_what_only_pythons_parser_accepts_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "bom"}\n{"text": "nan", "score": NaN}\n{"text": "nul \\u0000"}\n')
     assert texts(path) == ["bom", "nan", "nul \0"]
@@ -208,7 +208,7 @@ def test_a_bad_record_of_another_format_is_counted_too(name: str, data: bytes, p
     assert problem in message
 
 
-def test_parquet_rows_that_are_no_text_are_counted(tmp_path: Path) -> None:
+def test_parquet_rows_that_are_not_text_are_counted(tmp_path: Path) -> None:
     broken = pa.array([b"ok", b"\xff", b"fine"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": broken}), tmp_path / "bytes.parquet")
     pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "null.parquet")
@@ -287,7 +287,7 @@ def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, e
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "*.jsonl", "empty"])
-def test_no_input_is_one_sentence(name: str, tmp_path: Path) -> None:
+def test_missing_input_is_one_sentence(name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no such file|no text, JSON, CSV or Parquet file in this folder, it is empty"):
         find_files([tmp_path / name])
@@ -403,7 +403,7 @@ def test_files_behind_a_url_give_the_same_documents(kind: str, server: str, tmp_
     assert texts(f"{server}/data.{kind}") == TEXTS
 
 
-def test_neoxs_data_sets_are_fetched_by_name(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neoxs_datasets_are_fetched_by_name(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", "<mediawiki> A page.")
     write(tmp_path, "jsonl.zst")
@@ -413,19 +413,19 @@ def test_neoxs_data_sets_are_fetched_by_name(server: str, tmp_path: Path, monkey
         assert texts(*request.splits[0].input) == (["<mediawiki> A page."] if name == "enwik8" else TEXTS)
 
 
-def test_without_a_network_the_message_names_the_url_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_message_names_the_url_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NEOX_DATASETS, "enwik8", [url := "http://127.0.0.1:9/enwik8.zip"])
     monkeypatch.setattr(input_files, "Remote", functools.partial(input_files.Remote, retries=0))
     with pytest.raises(DataError, match=url):
         find_files(read_request({"dataset": "enwik8", "out_root": "x"}).splits[0].input)
 
 
-def test_a_url_of_nothing_is_one_sentence(server: str) -> None:
+def test_a_url_without_an_object_is_one_sentence(server: str) -> None:
     with pytest.raises(DataError, match="no such object"):
         find_files([f"{server}/absent.jsonl"])
 
 
-def test_a_throttled_hub_is_asked_again_behind_the_last_document() -> None:
+def test_a_throttled_hub_is_asked_again_after_the_last_document() -> None:
     pauses: list[float] = []
     opened: list[int] = []
 
@@ -442,7 +442,7 @@ def test_a_throttled_hub_is_asked_again_behind_the_last_document() -> None:
     assert pauses[:2] == [1.0, 2.0]
 
 
-def test_a_hub_that_stays_away_is_one_sentence() -> None:
+def test_an_unreachable_hub_is_one_sentence() -> None:
     def open_at(done: int) -> Iterator[dict[str, str]]:
         raise ConnectionError("503")
 

@@ -74,7 +74,7 @@ def test_token_bytes_are_unknown_where_tokens_are_not_bytes() -> None:
     assert Tokenizer(HuggingFace(models.WordLevel({"a": 0}, unk_token="a"))).token_bytes() is None
 
 
-def test_the_config_beside_it_says_what_ends_a_document(trained: Tokenizer, tmp_path: Path) -> None:
+def test_the_config_next_to_it_says_what_ends_a_document(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "e"}}))
     assert load_tokenizer(tmp_path).eos_id == trained.vocab["e"]
@@ -97,7 +97,7 @@ def test_a_length_limit_inside_the_file_does_not_cut_documents(trained: Tokenize
         (lambda p: "someone/no-such-tokenizer", "neither in the local Hugging Face cache nor available"),
     ],
 )
-def test_what_is_no_tokenizer_is_one_sentence(make, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_one_sentence(make, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         load_tokenizer(make(tmp_path))
 
@@ -106,7 +106,7 @@ def test_what_is_no_tokenizer_is_one_sentence(make, message: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", [*FILES, "trained"])
-def test_the_fast_engine_gives_hugging_faces_ids_on_hostile_unicode(name: str, trained: Tokenizer) -> None:
+def test_the_fast_engine_returns_hugging_faces_ids_on_hostile_unicode(name: str, trained: Tokenizer) -> None:
     tokenizer = trained if name == "trained" else real(name)
     fast = choose_engine(tokenizer)
     assert fast.name == "gigatoken", fast.reason

@@ -122,7 +122,7 @@ def test_the_verb_trains_shows_and_compares(corpus: Path, tmp_path: Path) -> Non
     assert table.index("large") < table.index("small")  # the fewest tokens first
 
 
-def test_a_text_too_small_for_the_vocabulary_is_said(tmp_path: Path) -> None:
+def test_a_text_too_small_for_the_vocabulary_is_reported(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abab abab")
     made = run("train", tmp_path / "t.txt", "--vocab-size", 1000, "-o", tmp_path / "t")
     assert "fewer than the 1,000 asked for" in made

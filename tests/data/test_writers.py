@@ -155,7 +155,7 @@ def test_mds_is_what_llm_foundry_and_streaming_would_write(tmp_path: Path) -> No
         assert got == expected
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
     write_whole(tmp_path / "x", b"old")
     with pytest.raises(DiskError, match="cannot write"):
         write_whole(tmp_path / "absent" / "x", b"new")

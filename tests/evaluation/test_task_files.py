@@ -109,7 +109,7 @@ def test_a_bad_record_names_its_line(records: list, kind: str, message: str, tmp
         read_records(task(write(tmp_path / "t.jsonl", *records), kind))
 
 
-def test_a_missing_file_an_unknown_name_and_a_hub_data_set_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_an_unknown_name_and_a_hub_dataset_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_records(task(tmp_path / "absent.jsonl"))
     with pytest.raises(ConfigError, match=r"neither a file .* arithmetic"):

@@ -20,7 +20,7 @@ slow = pytest.mark.slow
      pytest.param("segfault", 2, "killed by signal 11", marks=slow),
      pytest.param("abort", 1, "killed by signal 6", marks=slow)],
 )  # fmt: skip
-def test_a_process_that_dies_is_named_and_the_run_goes_on_from_its_last_checkpoint(
+def test_a_process_that_dies_is_named_and_the_run_continues_from_its_last_checkpoint(
     data: Path, whole: Path, tmp_path: Path, kind: str, rank: int, words: str
 ) -> None:
     saved = tmp_path / "run" / "checkpoints" / "8" / "manifest.json"

@@ -15,7 +15,7 @@ __all__ = ["ranks", "whole"]
 
 
 @pytest.mark.slow
-def test_a_run_stopped_on_three_processes_goes_on_with_two_and_ends_with_one(
+def test_a_run_stopped_on_three_processes_continues_with_two_and_ends_with_one(
     data: Path, whole: Path, tmp_path: Path
 ) -> None:
     run = Run(data, tmp_path / "run", kind="slow", rank=0, batch=1).start()

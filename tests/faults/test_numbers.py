@@ -22,9 +22,7 @@ def guards(run: Run) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_no_number_stops_the_run_and_its_last_checkpoint_is_good(
-    data: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_nan_gradient_stops_the_run_and_its_last_checkpoint_is_good(data: Path, whole: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", kind="nan", rank=1, batch=10)
     assert "the gradient norm is nan at batch 10" in run.run(code=2)
     Run(data, run.folder).run()
@@ -38,9 +36,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_and_its_last_checkpoint_is_g
         *(pytest.param(policy, marks=pytest.mark.slow, id=f"{policy}, three ranks") for policy in ("skip", "rollback")),
     ],
 )
-def test_a_bad_batch_is_left_out_by_all_ranks_and_written_down(
-    data: Path, whole: Path, tmp_path: Path, policy: str
-) -> None:
+def test_a_bad_batch_is_skipped_by_all_ranks_and_recorded(data: Path, whole: Path, tmp_path: Path, policy: str) -> None:
     run = Run(data, tmp_path / "run", f"guards.non_finite={policy}", kind="nan", rank=1, batch=10)
     run.run()
     (line,) = guards(run)
@@ -63,7 +59,7 @@ def test_skipping_and_rolling_back_end_with_the_same_weights(data: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_batch_of_noise_is_a_loss_spike_and_is_left_out(data: Path, tmp_path: Path) -> None:
+def test_a_batch_of_noise_is_a_loss_spike_and_is_skipped(data: Path, tmp_path: Path) -> None:
     common = ["guards.spike=skip", "guards.spike_window=8", "guards.spike_threshold=4"]
     run = Run(data, tmp_path / "run", *common, kind="noise", rank=1, batch=20)
     run.run()

@@ -118,9 +118,7 @@ def test_nohup_keeps_a_run_going_after_a_hangup(data: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_a_stop_during_start_up_is_honored_and_one_of_an_earlier_life_is_not(
-    data: Path, tmp_path: Path, nproc: int
-) -> None:
+def test_a_stop_during_start_up_is_honored_and_one_from_before_is_not(data: Path, tmp_path: Path, nproc: int) -> None:
     run = Run(data, tmp_path / "run", "max_duration=2ba", nproc=nproc)
     if not nproc:
         run.command = [*run.command[: run.command.index("--nproc")], "max_duration=2ba"]
@@ -136,7 +134,7 @@ def test_a_stop_during_start_up_is_honored_and_one_of_an_earlier_life_is_not(
     assert (run.folder / "FINISHED").exists() and not (run.folder / "STOP").exists()
 
 
-def test_a_second_command_leaves_the_stop_request_of_a_run_that_is_going_on(data: Path, tmp_path: Path) -> None:
+def test_a_second_command_keeps_the_stop_request_of_an_active_run(data: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
     run.wait_for_batch(2)
     (run.folder / "STOP").touch()

@@ -24,7 +24,9 @@ from ingot.training.runtime.heartbeat import Beat
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
-def test_a_request_while_the_processes_start_is_no_failure(data: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_request_while_the_processes_start_is_not_a_failure(
+    data: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     """The time limit's signal may come a minute early, into the imports."""
 
     def ask() -> None:

@@ -43,7 +43,7 @@ def called(calls: Path) -> list[str]:
     return json.loads(calls.read_text().splitlines()[-1])
 
 
-def test_a_run_on_kubernetes_is_asked_about_ended_and_launched_again(
+def test_a_run_on_kubernetes_has_a_status_is_ended_and_launched_again(
     kubectl: Path, tmp_path: Path, ingot: Callable[..., Any]
 ) -> None:
     run = tmp_path / "runs" / "mine"
@@ -93,7 +93,7 @@ def test_a_cluster_that_does_not_answer_leaves_the_state_unknown_and_nothing_don
     assert "does not answer, so job mine-0abc12 was not ended" in ingot("stop", "--now", str(run)).stdout
 
 
-def test_a_preparation_that_ends_while_its_journals_are_read_is_no_error(tmp_path: Path) -> None:
+def test_a_preparation_that_ends_while_its_journals_are_read_is_not_an_error(tmp_path: Path) -> None:
     work = tmp_path / ".train.partial"
     work.mkdir()
     (work / "journal-0.jsonl").write_text('{"task": "tokenize"}\n{"task": "write"}\n')

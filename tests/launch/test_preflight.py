@@ -163,7 +163,7 @@ def test_the_node_that_breaks_the_all_reduce_is_found(cluster: Cluster, tmp_path
     assert done.stdout.count("FAIL") == 1
 
 
-def test_what_fails_everywhere_is_no_nodes_fault() -> None:
+def test_what_fails_everywhere_is_not_a_nodes_fault() -> None:
     everywhere = {"a": {"gpus": "7 of 8 GPUs are there"}, "b": {"gpus": "6 of 8 GPUs are there"}}
     assert failed_checks(everywhere) == [Problem("every node: 7 of 8 GPUs are there", kind="user")]
     assert failed_checks({"a": {}, "b": everywhere["b"]}) == [Problem("b: 6 of 8 GPUs are there", "b")]
@@ -222,7 +222,7 @@ def test_the_search_finds_a_node_that_cannot_talk(count: int, place: int) -> Non
         assert len(rounds) <= 5
 
 
-def test_two_bad_nodes_are_found_and_a_fault_of_the_whole_is_nobodys() -> None:
+def test_two_bad_nodes_are_found_and_a_fault_of_the_whole_is_blamed_on_none() -> None:
     hosts = [f"n{i}" for i in range(6)]
     rounds = [{tuple(hosts): False}]
     while groups := next_groups(hosts, rounds):
@@ -261,7 +261,7 @@ def test_an_nvlink_that_is_down_is_named() -> None:
     assert "GPU 1 link 1" in nvlink_problem(whole + other.replace("Link 1: 26.562 GB/s", "Link 1: <inactive>"))
 
 
-def test_a_name_that_nobody_knows_is_told_from_one_that_means_this_machine() -> None:
+def test_an_unknown_name_is_distinguished_from_the_loopback_address() -> None:
     assert "cannot resolve" in resolve("no-such-host.invalid")[1]
     assert "this node's own loopback address" in resolve("localhost")[1]
     assert resolve("192.0.2.7") == ("192.0.2.7", "")
@@ -309,5 +309,5 @@ def test_a_node_that_cannot_report_stays_longer_than_the_others_wait_for_it(
     assert len(waits) == 1 and len(stays) == 2 and min(stays) >= 2 * waits[0]
 
 
-def test_preflight_can_be_left_out() -> None:
+def test_preflight_can_be_turned_off() -> None:
     assert spec().preflight and not spec(preflight=False).preflight

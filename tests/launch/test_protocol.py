@@ -24,7 +24,7 @@ def test_every_file_is_in_the_tables(name: str) -> None:
     assert re.search(rf"^\| {re.escape(name)}", TABLES, re.M), name
 
 
-def test_every_variable_of_ours_that_reaches_another_process_is_in_the_tables() -> None:
+def test_each_of_our_variables_that_reaches_another_process_is_in_the_tables() -> None:
     texts = [
         path.read_text() for folder in ("launch", "parallel", "training") for path in (SOURCE / folder).rglob("*.py")
     ]

@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_by_a_signal_is_requeued(launched: LaunchSpec) ->
         ({"STAGE": "/proc/nowhere"}, "cannot copy {image} to /proc/nowhere on n1,n2"),
     ],
 )
-def test_a_job_without_progress_is_not_requeued_for_ever(
+def test_a_job_without_progress_is_not_requeued_forever(
     launched: LaunchSpec, tmp_path: Path, env: dict[str, str], why: str
 ) -> None:
     if stage := env.pop("STAGE", None):

@@ -83,7 +83,7 @@ def test_the_image_is_copied_once_per_node_and_the_run_uses_the_copy(staged: Lau
     assert not (staged.folder / "bad.7").exists()
 
 
-def test_a_copy_that_is_there_is_not_made_again(staged: LaunchSpec) -> None:
+def test_an_existing_copy_is_reused(staged: LaunchSpec) -> None:
     digest = hashlib.sha256(Path(str(staged.image)).read_bytes()).hexdigest()
     copy = Path(str(staged.stage)) / f"{digest}.sqsh"
     copy.parent.mkdir()
@@ -101,7 +101,7 @@ def test_a_node_that_cannot_be_given_the_image_is_excluded(staged: LaunchSpec) -
     assert (staged.folder / "bad.7").read_text() == "n2\n"
 
 
-def test_an_image_that_is_not_what_its_sum_says_is_used_nowhere(staged: LaunchSpec) -> None:
+def test_an_image_with_another_checksum_is_not_used(staged: LaunchSpec) -> None:
     with Path(str(staged.image)).open("r+b") as file:
         file.write(b"another beginning")
     done = execute(job_script(staged), staged)

@@ -92,7 +92,7 @@ def test_two_processes_of_which_one_falls_back_are_ended_and_the_node_is_named(
     assert not (tmp_path / "logs" / "nccl-0.log").exists()  # gloo writes none
 
 
-def test_it_counts_as_the_nodes_fault_and_is_worth_another_attempt(tmp_path: Path) -> None:
+def test_it_counts_as_the_nodes_fault_and_gets_another_attempt(tmp_path: Path) -> None:
     for _ in range(2):
         record(
             tmp_path, attempt="1", rank=3, batch=0, kind="transport", message="n2: sockets", progress=False, host="n2"

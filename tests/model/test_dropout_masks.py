@@ -73,7 +73,7 @@ def test_masks_of_different_seeds_steps_samples_sites_tokens_and_heads_are_indep
     assert float(pairs.square().mean()) == pytest.approx(1, abs=0.15)
 
 
-def test_neighbouring_elements_are_dropped_together_as_often_as_chance_has_it() -> None:
+def test_neighboring_elements_are_dropped_together_as_often_as_chance_has_it() -> None:
     """Counts of all 256 patterns of eight neighbors, along features and along tokens, by a chi-squared test."""
     keys = fold_in(sequence_keys(5, 9, 0, 1, CPU)[0], torch.arange(2048))
     dropped = mask(keys, 2048, 0.5).long()

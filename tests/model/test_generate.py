@@ -28,7 +28,7 @@ def test_without_limits_every_token_comes_as_often_as_its_probability() -> None:
         assert counts[token] / 2000 == pytest.approx(probability, abs=0.035)
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_takes_the_most_likely() -> None:
     assert drawn(temperature=0.0).keys() == {1}
 
 
@@ -38,14 +38,14 @@ def test_low_temperature_sharpens() -> None:
     )
 
 
-def test_top_k_leaves_the_k_likeliest() -> None:
+def test_top_k_keeps_the_k_most_likely() -> None:
     counts = drawn(top_k=2)
     assert counts.keys() == {1, 2}
     assert counts[1] / 2000 == pytest.approx(0.4 / 0.7, abs=0.04)
 
 
 @pytest.mark.parametrize(("top_p", "tokens"), [(0.35, {1}), (0.45, {1, 2}), (0.8, {1, 2, 3}), (0.9, {1, 2, 3, 4})])
-def test_top_p_leaves_the_smallest_set_that_reaches_the_mass(top_p: float, tokens: set[int]) -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p: float, tokens: set[int]) -> None:
     assert drawn(top_p=top_p).keys() == tokens
 
 

@@ -56,7 +56,7 @@ def gradients(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
 
 @every_family
 @torch.no_grad()
-def test_a_key_value_cache_gives_the_logits_of_the_whole_sequence(family: str) -> None:
+def test_a_key_value_cache_computes_the_logits_of_the_whole_sequence(family: str) -> None:
     model, tokens = make(**FAMILIES[family]), batch()
     config = model.config
     cache = KVCache(config, 2, 40, tokens.device, torch.float32)
@@ -176,7 +176,7 @@ def test_qk_ln_makes_scores_independent_of_the_size_of_queries_and_keys() -> Non
 
 
 @torch.no_grad()
-def test_qk_ln_normalises_over_the_whole_width() -> None:
+def test_qk_ln_normalizes_over_the_whole_width() -> None:
     model = make(family="llama", n_kv_heads=2, qk_ln=True)
     assert model.blocks["0"].attn.q_norm.weight.shape == (48,)
     assert model.blocks["0"].attn.k_norm.weight.shape == (16,)
@@ -264,7 +264,7 @@ def test_masks_and_positions_of_documents_are_two_things() -> None:
 
 
 @torch.no_grad()
-def test_clip_qkv_bounds_what_attention_gives() -> None:
+def test_clip_qkv_bounds_the_output_of_attention() -> None:
     tokens = batch()
     model = make(family="mpt", positions="alibi", no_bias=True, clip_qkv=0.25)
     given: list[Tensor] = []

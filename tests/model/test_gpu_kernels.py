@@ -168,7 +168,7 @@ def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(rows: int, widt
 
 
 @pytest.mark.parametrize(("batch", "time", "groups", "per_group", "width"), [(2, 300, 3, 1, 64), (1, 77, 2, 4, 80)])
-def test_heads_come_apart_and_their_gradients_together(
+def test_heads_are_split_and_their_gradients_joined(
     batch: int, time: int, groups: int, per_group: int, width: int
 ) -> None:
     from ingot.model.kernels.split_qkv import split_heads
@@ -199,7 +199,7 @@ def test_a_product_is_added_to_an_fp32_gradient_without_rounding() -> None:
     assert apart(total, expected) < 1e-6 and total.data_ptr() == there
 
 
-def test_fp8_products_equal_those_of_the_quantised_values() -> None:
+def test_fp8_products_equal_those_of_the_quantized_values() -> None:
     from ingot.model.kernels.fp8 import BACKWARD, FORWARD, multiply, quantize, why_no_fp8
 
     if why := why_no_fp8(torch.device("cuda")):
@@ -269,5 +269,5 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
     assert counters["stats"]["unique_graphs"] == 1  # up to the loss, which is none of the compiler's business
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     for name, expected in gradients[0].items():
-        # by hand-made quantising on a CPU the worst of fp8 is 0.26, the worst of bf16 0.03
+        # quantized by hand on a CPU, the worst of fp8 is 0.26, the worst of bf16 0.03
         assert apart(gradients[1][name], expected) < (0.05 if precision == "bf16" else 0.3), name

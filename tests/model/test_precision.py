@@ -150,7 +150,7 @@ def fp8_layer() -> tuple[nn.Linear, Tensor, Tensor]:
     return model[0], torch.randn(4, 8, 48, requires_grad=True), torch.randn(4, 8, 32)
 
 
-def test_an_fp8_layer_equals_quantising_by_hand() -> None:
+def test_an_fp8_layer_equals_quantizing_by_hand() -> None:
     layer, x, slope = fp8_layer()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)

@@ -70,7 +70,7 @@ def test_documents_are_kept_apart_only_where_whole_sequences_are(axis: str) -> N
         ({"compile": True}, "compile=true does not work with pipeline_schedule=zero_bubble"),
     ],
 )
-def test_what_a_spread_model_cannot_do_is_refused(values: dict[str, object], problem: str) -> None:
+def test_what_a_distributed_model_cannot_do_is_refused(values: dict[str, object], problem: str) -> None:
     import torch
 
     from ingot.config.run import RunConfig

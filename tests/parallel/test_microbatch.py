@@ -45,7 +45,7 @@ def test_starting_over_forgets_what_did_not_fit(data: Path, tmp_path: Path, ingo
     assert not (tmp_path / "run" / "microbatch.json").exists()
 
 
-def test_a_damaged_note_is_no_note(data: Path, tmp_path: Path) -> None:
+def test_a_damaged_note_is_ignored(data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "microbatch.json").write_text("{")
     more = ["max_duration=1ba", "device_train_microbatch_size=8", "data.eval=null"]
@@ -236,7 +236,9 @@ def test_ranks_try_a_size_only_where_it_cannot_fail(limit: int, tried: list[int]
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_with_half_the_microbatch_after_one_rank_ran_out_of_memory(data: Path, tmp_path: Path) -> None:
+def test_torchrun_continues_with_half_the_microbatch_after_one_rank_ran_out_of_memory(
+    data: Path, tmp_path: Path
+) -> None:
     """A real limit on one rank's memory in the middle of a run; torchrun knows nothing of microbatches."""
     folder, plain, hook = tmp_path / "run", tmp_path / "plain", tmp_path / "hook"
     hook.mkdir()

@@ -164,21 +164,21 @@ def test_bf16_keeps_fp32_weights_and_stays_near_one_process(runs: Path) -> None:
         assert {t.dtype for t in weights.values()} == {torch.float32}
 
 
-def test_lion_trains_alike_when_spread(runs: Path) -> None:
+def test_lion_trains_the_same_on_several_processes(runs: Path) -> None:
     assert relative(losses(runs / "lion-one"), losses(runs / "lion-tensor")) <= 1e-5
 
 
-def test_muon_orthogonalises_whole_matrices_however_they_are_cut(runs: Path) -> None:
+def test_muon_orthogonalizes_whole_matrices_however_they_are_sharded(runs: Path) -> None:
     for name in ("muon-fsdp", "muon-tensor"):  # in bf16, so the last bits of a gradient may show
         assert relative(losses(runs / "muon-one"), losses(runs / name)) <= 1e-4, name
 
 
-def test_norms_over_all_heads_are_the_same_when_heads_are_spread(runs: Path) -> None:
+def test_norms_over_all_heads_are_the_same_when_heads_are_split(runs: Path) -> None:
     for name in ("heads", "each-head"):
         assert relative(losses(runs / f"{name}-one"), losses(runs / f"{name}-tensor")) <= 1e-5, name
 
 
-def test_documents_are_kept_apart_when_spread(runs: Path) -> None:
+def test_documents_are_kept_apart_on_several_processes(runs: Path) -> None:
     for name in ("apart-tensor", "apart-fsdp"):
         assert relative(losses(runs / "apart-one"), losses(runs / name)) <= 1e-5, name
 
@@ -190,7 +190,7 @@ def test_fp16_scales_alike_on_all_processes_and_stays_near_one(runs: Path) -> No
         assert scales[0] == scales[1]
 
 
-def test_a_run_goes_on_under_any_other_layout(runs: Path) -> None:
+def test_a_run_continues_under_any_other_layout(runs: Path) -> None:
     """Ten steps on one process, five as a pipeline, five with sharded weights: the losses of one process."""
     assert relative(losses(runs / "gpt3"), losses(runs / "moved")) <= 1e-5
     one, moved = tensors(runs / "gpt3", "model"), tensors(runs / "moved", "model")

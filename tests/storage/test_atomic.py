@@ -34,7 +34,7 @@ def test_a_draft_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("x", "old")]
 
 
-def test_a_file_system_that_cannot_sync_folders_is_no_error_but_a_broken_disk_is(
+def test_a_file_system_that_cannot_sync_folders_is_not_an_error_but_a_broken_disk_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(code: int) -> None:

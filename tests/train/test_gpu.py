@@ -108,7 +108,7 @@ def test_a_step_never_waits_for_the_device(
 
 @pytest.mark.parametrize("more", [[], ["compile=false"], ["precision=fp16"], ["model.positions=alibi"],
                                   ["optimizer.name=muon"]], ids=str)  # fmt: skip
-def test_a_run_by_cuda_graphs_has_the_losses_of_one_without(data: Path, tmp_path: Path, more: list[str]) -> None:
+def test_a_run_with_cuda_graphs_has_the_losses_of_one_without(data: Path, tmp_path: Path, more: list[str]) -> None:
     """Through evaluation, and in a run that is resumed."""
     size = ["device_train_microbatch_size=4", "deterministic=true", *more]
     losses = []

@@ -75,5 +75,5 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], 
     assert available_memory(fake_system(tmp_path, {"proc/meminfo": MEMINFO} | files)) == expected
 
 
-def test_without_a_word_from_the_system_nothing_is_refused(tmp_path: Path) -> None:
+def test_without_limits_from_the_system_nothing_is_refused(tmp_path: Path) -> None:
     assert available_memory(tmp_path) is None

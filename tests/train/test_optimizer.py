@@ -119,7 +119,7 @@ def test_a_muon_update_is_nearly_orthogonal() -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
-def test_muon_gives_the_same_for_matrices_in_stacks_as_one_by_one(
+def test_muon_computes_the_same_for_matrices_in_stacks_as_one_by_one(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ingot.training.optimizer.STACK_ELEMENTS", 3 * shape[0] * shape[1])  # stacks of 3, 3 and 1
@@ -173,7 +173,7 @@ def test_state_moved_to_another_optimizer_continues_bit_for_bit(name: str) -> No
 
 
 @pytest.mark.parametrize("overflowing", [None, 0.0, 1.0])
-def test_adamw_is_torchs_own_to_the_last_bit(overflowing: float | None) -> None:
+def test_adamw_equals_torchs_own_to_the_last_bit(overflowing: float | None) -> None:
     name = "blocks.0.mlp.up.weight"
     model, optimizer = make("adamw", lr=0.01, weight_decay=0.1)
     own = dict(model.named_parameters())[name]

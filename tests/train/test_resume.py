@@ -161,7 +161,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_a_damaged_newest_checkpoint_is_passed_over_for_the_one_before(
+def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(
     data: Path, whole: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(data, tmp_path / "run", "max_duration=30ba", "save_interval=20ba")
@@ -184,7 +184,7 @@ def test_when_every_checkpoint_is_damaged_the_run_says_so(data: Path, tmp_path: 
      ("seed=3", "seed was 17 and is now 3"), ("global_train_batch_size=4", "cannot be continued"),
      ("optimizer.name=lion", "cannot be continued"), ("max_duration=2ba", "past max_duration")],
 )  # fmt: skip
-def test_what_would_make_it_another_run_is_refused_and_nothing_is_touched(
+def test_a_change_that_makes_it_another_run_is_refused_and_nothing_is_touched(
     data: Path, whole: Path, override: str, words: str
 ) -> None:
     config = (whole / "config.yaml").read_text()
@@ -317,7 +317,7 @@ def test_state_of_the_wrong_type_is_damage_and_nothing_is_touched(
     assert (folder / "metrics.jsonl").read_bytes() == metrics and (folder / "FINISHED").exists()
 
 
-def test_a_manifest_of_a_negative_step_is_passed_over(
+def test_a_manifest_of_a_negative_step_is_skipped(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run(data, tmp_path / "run", "max_duration=4ba", "save_interval=2ba")

@@ -88,7 +88,7 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences() -> None:
     assert float(step.accumulate(batch)) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_a_batch_without_loss_tokens_gives_zero_not_nan() -> None:
+def test_a_batch_without_loss_tokens_has_a_loss_of_zero_not_nan() -> None:
     batch = make_batch(False)
     empty = Batch(batch.tokens, np.full_like(batch.labels, IGNORE), batch.samples)
     assert float(make_step(4).accumulate(empty)) == 0.0
@@ -208,7 +208,7 @@ class Recorded:
         return self.executor.forward_backward(inputs, labels, divisor)
 
 
-def test_a_graph_stands_for_whole_microbatches_alone() -> None:
+def test_a_graph_is_used_for_whole_microbatches_only() -> None:
     batch = make_batch(uneven=True)
     plain, step = make_step(3), make_step(3)
     step.executor.graph = graph = Recorded(step.executor)  # type: ignore[assignment]

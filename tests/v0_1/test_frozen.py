@@ -125,7 +125,7 @@ def test_a_run_with_dropout_continues_without_it(root: Path) -> None:
     assert losses("dropout") == pytest.approx(EXPECTED["runs"]["dropout"]["still"], rel=CLOSE)
 
 
-def test_batches_left_out_before_stay_left_out(root: Path) -> None:
+def test_skipped_batches_stay_skipped(root: Path) -> None:
     ingot("train", "skipped/config.yaml")
     lines = (root / "skipped" / "guards.jsonl").read_text().splitlines()
     assert sorted({json.loads(line)["batch"] for line in lines}) == EXPECTED["runs"]["skipped"]["left_out"]
