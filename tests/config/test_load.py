@@ -258,7 +258,8 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 
 def test_overrides_reach_every_field(tmp_path: Path) -> None:
     parts = [f"data.{name}.documents={{split: '1', part: train}}" for name in ("train", "eval")]
-    whole = ["data=x", "loggers.tensorboard={}", *parts]
+    tasks = ["eval.tasks=[copy]", "eval.gauntlet={categories: []}"]
+    whole = ["data=x", "loggers.tensorboard={}", *tasks, *parts]
     base = yaml.safe_load(to_yaml(load_run_config(whole)))
     keys = list(known_keys(RunConfig))
     assert "model.d_model" in keys and "data.train.split" in keys and "loggers.tensorboard.log_dir" in keys

@@ -13,8 +13,8 @@ from ingot.config.run import RunConfig
 from ingot.report.metric_names import METRICS
 
 ROOT = Path(__file__).parents[2]
-PREFIXES = ["time", "loss", "metrics", "l2_norm", "lr", "trainer", "throughput", "memory", "checkpoint"]
-WRITERS = ("training/*.py", "evaluation/*.py", "parallel/executors/device.py")
+PREFIXES = ["time", "loss", "metrics", "icl", "l2_norm", "lr", "trainer", "throughput", "memory", "checkpoint"]
+WRITERS = ("training/*.py", "evaluation/*.py", "evaluation/tasks/*.py", "parallel/executors/device.py")
 
 
 def test_every_verb_and_option_has_a_description() -> None:
@@ -56,7 +56,7 @@ def metric_names_in_code() -> set[str]:
                     text = node.value
                 else:
                     continue
-                if re.fullmatch(rf"({'|'.join(PREFIXES)})[-/][\w*/]*[\w*]", text):
+                if re.fullmatch(rf"({'|'.join(PREFIXES)})[-/][\w*/-]*[\w*]", text):
                     found.add(text)
     return found
 

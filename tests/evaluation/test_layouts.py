@@ -86,7 +86,7 @@ def score_here(work: Path, family: str, layout: str) -> dict[str, Any]:
             fill(parameter.tensor, stored.get(parameter.name))
     executor.weights_changed()
     tokenizer = load_tokenizer(work / "tokenizer")
-    scorer = RankScorer(executor, config.model, 600)
+    scorer = RankScorer(executor, config.model, "fp32", 600)
     found: dict[str, Any] = {}
     for name, questions in questions_of(work, tokenizer).items():
         if name == "gen":

@@ -133,7 +133,7 @@ def test_an_answer_longer_than_a_row_and_two_tasks_of_one_name_are_refused(tmp_p
 
 def score(label: str, accuracy: float, questions: int = 10, shots: int = 0, category: str = "") -> TaskScore:
     metrics = {"InContextLearningLMAccuracy": accuracy, "GoldBitsPerByte": 9.0}
-    return TaskScore(label, shots, category, metrics, questions, 0, 0.0, "", {})
+    return TaskScore(label, shots, category, metrics, questions, 0, 0.0, accuracy, "", {})
 
 
 def gauntlet(**more: Any) -> GauntletConfig:
@@ -167,7 +167,7 @@ def test_a_category_without_all_its_results_is_left_out_with_a_warning() -> None
 def test_llm_foundrys_own_files_are_read() -> None:
     if not FOUNDRY.is_dir():
         pytest.skip("LLM Foundry's files are not on this machine")
-    assert len(load_gauntlet(str(FOUNDRY / "eval_gauntlet_v0.3.yaml")).categories) == 5
+    assert len(load_gauntlet(str(FOUNDRY / "eval_gauntlet_v0.3.yaml"))[0].categories) == 5
     for name in ("tasks_v0.3.yaml", "tasks_light.yaml"):
         for values in yaml.safe_load((FOUNDRY / name).read_text())["icl_tasks"]:
             TaskConfig.model_validate(values)

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_task(config: TaskConfig, model: Any, tokenizer: Tokenizer, length: int = 200) -> TaskScore:
     (prepared,) = prepare_tasks([config], tokenizer, length, 256)
-    return score_task(prepared, model, tokenizer, CPU, "fp32")
+    return score_task(prepared, Scorer(model, CPU, "fp32"), tokenizer)
 
 
 def log_probs_one_by_one(logits_of: Any, context: tuple[int, ...], continuation: tuple[int, ...]) -> list[float]:
@@ -154,7 +154,7 @@ def test_categories_have_examples_and_scores_of_their_own(folder: Path, tokenize
     prepared = prepare_tasks([task(folder, "lm", has_categories=True)], tokenizer, 200, 256)
     assert [p.name for p in prepared] == ["lm/2-shot/a", "lm/2-shot/b"]
     assert all(len(p.questions) == 7 for p in prepared)
-    names = score_task(prepared[0], model, tokenizer, CPU, "fp32").named_metrics()
+    names = score_task(prepared[0], Scorer(model, CPU, "fp32"), tokenizer).named_metrics()
     assert "metrics/lm/2-shot/a/InContextLearningLMAccuracy" in names
 
 

@@ -85,12 +85,14 @@ def evaluate(
         raise ConfigError("several models are compared on tasks; add --tasks, or evaluate one at a time")
     from ingot.evaluation.run import evaluate_run  # loads torch
 
-    result, data = evaluate_run(paths[0], overrides)
+    results = evaluate_run(paths[0], overrides)
+    metrics = {name: v for label, (found, _) in results.items() for name, v in found.metrics(label).items()}
     if as_json:
-        print(json.dumps(result.metrics()))
+        print(json.dumps(metrics))
         return
-    print(f"evaluated on {data}")
-    for name, value in result.metrics().items():
+    for label, (_, data) in results.items():
+        print(f"evaluated {label} on {data}" if label else f"evaluated on {data}")
+    for name, value in metrics.items():
         print(f"{name}: {value:.4f}")
 
 

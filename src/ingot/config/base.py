@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
@@ -47,6 +47,6 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     """The section class behind a field's annotation (`Section`, or `Section | None`), if there is one."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, UnionType):
+    if get_origin(annotation) in (Union, UnionType, Annotated):
         return next(filter(None, map(_section_of, get_args(annotation))), None)
     return None

@@ -1,9 +1,9 @@
 """The config of the data: where tokens come from."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from ingot.config.base import Section, rule_error
 from ingot.storage.byte_sizes import parse_bytes
@@ -106,12 +106,53 @@ class SourceConfig(DatasetConfig):
         return self
 
 
+def _kind_of_eval(value: Any) -> str:
+    """Whether `data.eval` is one source, or a mapping of labels to sources."""
+    labeled = isinstance(value, dict) and bool(value) and not set(value) & set(SourceConfig.model_fields)
+    return "of-labels" if labeled and all(isinstance(v, dict | Section) for v in value.values()) else "of-source"
+
+
 class DataConfig(Section):
     """Training and validation data. `data=FOLDER` is short for its train and val splits."""
 
     train: SourceConfig
     """Training data."""
-    eval: SourceConfig | None = None
-    """Validation data; without it the run does not evaluate."""
+    eval: (
+        Annotated[
+            Annotated[SourceConfig, Tag("of-source")] | Annotated[dict[str, SourceConfig], Tag("of-labels")],
+            Discriminator(_kind_of_eval),
+        ]
+        | None
+    ) = None
+    """Validation data, one source or several by label; without it the run has no validation loss."""
     prefetch_batches: int = Field(default=4, ge=1)
     """Number of global batches that a thread prepares in advance."""
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _one_or_labeled(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            known = [key for key in value if key in SourceConfig.model_fields]
+            labels = [key for key, part in value.items() if key not in known and isinstance(part, dict)]
+            if known and labels:
+                raise rule_error(
+                    labels[0], f"data.eval is one source, whose {known[0]} is set, or a mapping of labels to sources, "
+                    "not both; data.eval=null in front drops the one source",
+                )  # fmt: skip
+        return value
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> "DataConfig":
+        for label in self.eval_sources:
+            if label and ("/" in label or not label.strip()):
+                raise rule_error(
+                    "eval", f"the label {label!r} must be a name without slashes: it is part of metrics' names"
+                )
+        return self
+
+    @property
+    def eval_sources(self) -> dict[str, SourceConfig]:
+        """The validation sets by label; a single one has an empty label."""
+        if self.eval is None:
+            return {}
+        return {"": self.eval} if isinstance(self.eval, SourceConfig) else self.eval

@@ -1,12 +1,15 @@
 """Downstream tasks and how their scores are combined: the keys and defaults of LLM Foundry's YAML files."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
 
 from ingot.config.base import Section, rule_error
+from ingot.config.durations import Duration
 
+FOLDER = "evaluations"
+"""In a run folder: the scores of `ingot eval`, and the tasks that failed in the run."""
 TaskType = Literal["language_modeling", "multiple_choice", "schema", "generation_task_with_answers"]
 
 # field names of a record: context (or its options), answer, choices
@@ -49,9 +52,10 @@ class TaskConfig(Section):
     num_fewshot: tuple[int, ...] = Field(min_length=1)
     """How many examples precede a question; the task is evaluated once for each number."""
     metric_names: tuple[str, ...] = ()
-    """Report only the metrics whose name contains one of these, in either case. Default: all of the task type."""
+    """Report only the InContextLearning metrics that match one of these regular expressions. Default: all of the task
+    type."""
     batch_size: int | None = Field(default=None, gt=0)
-    """Has no effect: rows are packed by tokens, and scores do not depend on it."""
+    """Rows of a batch as icl_subset_num_batches counts them. Scores do not depend on it: rows are packed by tokens."""
     max_seq_len: int | None = Field(default=None, gt=0)
     """Longest row in tokens; longer prompts lose their beginning. Default: that of the model."""
     padding_size: int | None = Field(default=None, gt=0)
@@ -161,4 +165,46 @@ class GauntletConfig(Section):
                 raise rule_error("averages", f"{average} is already the name of a category; choose another")
             if unknown := [name for name in members if name not in names]:
                 raise rule_error("averages", f"{average} names {unknown[0]}, but the categories are {', '.join(names)}")
+        return self
+
+
+def _text_or_section(value: Any) -> str:
+    return "of-text" if isinstance(value, str) else "of-section"
+
+
+class EvalConfig(Section):
+    """Downstream tasks inside a run."""
+
+    tasks: tuple[
+        Annotated[
+            Annotated[str, Tag("of-text")] | Annotated[TaskConfig, Tag("of-section")], Discriminator(_text_or_section)
+        ],
+        ...,
+    ] = ()
+    """YAML files with icl_tasks, .jsonl files, names from `ingot eval --list`, or tasks written out here."""
+    gauntlet: (
+        Annotated[
+            Annotated[str, Tag("of-text")] | Annotated[GauntletConfig, Tag("of-section")],
+            Discriminator(_text_or_section),
+        ]
+        | None
+    ) = None
+    """YAML file with an eval_gauntlet, or one written out here: composite scores of the tasks."""
+    intervals: dict[str, Duration] = Field(default_factory=dict)
+    """How often to run single evaluators, by the label of a task or validation set; the others follow eval_interval."""
+    folder: str | None = None
+    """Where relative paths of tasks are looked for before the working directory. Default: the folder of the recipe."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str | dict) else () if value is None else value
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvalConfig":
+        if self.gauntlet is not None and not self.tasks:
+            raise rule_error("gauntlet", "combines tasks, and there are none; name them with eval.tasks")
+        for label, interval in self.intervals.items():
+            if interval.is_wall_clock:
+                raise rule_error("intervals", f"{label}: {interval} is wall-clock time; use ba, ep, sp or tok here")
         return self

@@ -6,6 +6,7 @@ OmegaConf merges and interpolates; pydantic validates. Files of other stacks are
 import json
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -43,7 +44,7 @@ def build_config(
     origins, merged = Origins(), OmegaConf.create(base or {})
     for file in files:
         origins |= file.lines
-        merged = merge(merged, _expand(file.content, schema), str(file.path))
+        merged = merge(merged, _expand(file.content, schema, file.path), str(file.path))
     for override in overrides:
         merged = merge(merged, _expand(read_override(override, origins), schema), f"command line: {override}")
     values = resolve(merged, origins)
@@ -104,9 +105,9 @@ def resolve(merged: DictConfig, origins: Origins) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def _expand(layer: DictConfig, schema: type[BaseModel]) -> DictConfig:
+def _expand(layer: DictConfig, schema: type[BaseModel], file: Path | None = None) -> DictConfig:
     """Let the schema write out its shorthands (such as `data=FOLDER`), so that later layers can merge into them."""
     expand = getattr(schema, "expand_shorthands", None)
     if expand is None:
         return layer
-    return OmegaConf.create(expand(OmegaConf.to_container(layer, resolve=False)))
+    return OmegaConf.create(expand(OmegaConf.to_container(layer, resolve=False), file))

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from ingot.config.base import Section, rule_error
 from ingot.config.data import DataConfig, SourceConfig
 from ingot.config.durations import Duration
+from ingot.config.evaluation import EvalConfig, TaskConfig
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
@@ -67,6 +68,16 @@ class RunConfig(Section):
     all."""
     device_eval_batch_size: int | None = Field(default=None, gt=0)
     """Execution: sequences that a process evaluates at once. Default: the training microbatch."""
+    eval: EvalConfig = EvalConfig()
+    """Execution: downstream tasks to score while training."""
+    eval_first: bool = False
+    """Execution: also evaluate before the first batch."""
+    icl_subset_num_batches: int | None = Field(default=None, ge=-1)
+    """Execution: batches per downstream task without categories, of device_eval_batch_size rows (8 by default), for any
+    number of processes: the first questions of its file; -1 for all. Default: eval_subset_num_batches, which tasks with
+    categories follow."""
+    icl_seq_len: int | None = Field(default=None, gt=1)
+    """Execution: tokens of a row of a downstream task; longer prompts lose their beginning. Default: max_seq_len."""
 
     save_folder: str | None = None
     """Execution: the run folder. Default: runs/NAME. With a URL (s3://, gs://, az://), checkpoints are kept there and
@@ -118,8 +129,11 @@ class RunConfig(Section):
     """Execution: where metrics go."""
 
     @classmethod
-    def expand_shorthands(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """`data: FOLDER` becomes its train and val splits, or the folder itself where it is a split."""
+    def expand_shorthands(cls, values: dict[str, Any], file: Path | None = None) -> dict[str, Any]:
+        """`data: FOLDER` becomes its train and val splits, or the folder itself where it is a split. Tasks are looked
+        for next to the file that names them."""
+        if file is not None and isinstance(tasks := values.get("eval"), dict):
+            values = {**values, "eval": {"folder": str(file.parent), **tasks}}
         if not isinstance(text := values.get("data"), str):
             return values
         folder = Path(text)
@@ -230,6 +244,13 @@ class RunConfig(Section):
         """How many samples an evaluation uses; None for all."""
         batches = self.eval_subset_num_batches
         return batches * (self.device_eval_batch_size or EVAL_BATCH) if batches >= 0 else None
+
+    def task_questions(self, task: TaskConfig, rows: int) -> int | None:
+        """How many questions of a task an evaluation uses, where each has `rows` rows; None for all."""
+        batches = self.eval_subset_num_batches if self.icl_subset_num_batches is None or task.has_categories else (
+            self.icl_subset_num_batches)  # fmt: skip
+        size = task.batch_size or self.device_eval_batch_size or EVAL_BATCH
+        return batches * max(size // rows, 1) if batches >= 0 else None
 
     def order_seed(self, source: SourceConfig) -> int:
         """The seed of the order of a source's samples."""

@@ -20,23 +20,28 @@ from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.loss_model import LossModel
 
 
-def evaluate_run(path: Path, overrides: Sequence[str]) -> tuple[Evaluation, str]:
-    """The loss of a run, checkpoint or Hugging Face folder on its validation data, or on other data by overrides;
-    with a line that says what was evaluated on."""
+def evaluate_run(path: Path, overrides: Sequence[str]) -> dict[str, tuple[Evaluation, str]]:
+    """The loss of a run, checkpoint or Hugging Face folder on its validation sets by label, or on other data by
+    overrides; with a line that says what was evaluated on."""
     if (path / "config.json").is_file():
         model_values = json.loads(read_hf(path)[0].model_dump_json())
         base = {"model": model_values, "max_seq_len": model_values["max_seq_len"]}
     else:
         base = find_checkpoint(path).state["config"]
     config = load_config(RunConfig, overrides, base)
-    if config.sources.eval is None:
+    sources = config.sources.eval_sources
+    if not sources:
         raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
-    data = open_dataset(config.sources.eval, config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
+    shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
+    data = {label: open_dataset(source, *shape) for label, source in sources.items()}
     folder = tokenizer_folder(path)
     tokenizer = load_tokenizer(folder) if folder else None
     model = load_model(path, device)
     attach(model, device=device, precision=config.precision)
     executor = SingleProcess(LossModel(model), config, device, compiled=False)
     executor.microbatch = EVAL_BATCH
-    return evaluate(config, executor, data, tokenizer), data.describe()
+    return {
+        label: (evaluate(config, executor, sources[label], found, tokenizer), found.describe())
+        for label, found in data.items()
+    }

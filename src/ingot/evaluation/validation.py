@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ingot.config.data import SourceConfig
 from ingot.config.run import RunConfig
 from ingot.data.loading.token_dataset import IGNORE, Dataset
 from ingot.data.tokenizer import Tokenizer
@@ -21,28 +22,30 @@ class Evaluation:
     tokens: int
     bits_per_byte: float | None
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, label: str = "") -> dict[str, float]:
+        """The metrics under the names of LLM Foundry; of several validation sets, each has its label in them."""
         perplexity = math.exp(min(self.loss, 700.0))
         row = {"metrics/eval/LanguageCrossEntropy": self.loss, "metrics/eval/LanguagePerplexity": perplexity}
         if self.bits_per_byte is not None:
             row["metrics/eval/BitsPerByte"] = self.bits_per_byte
-        return row
+        if not label:
+            return row
+        return {f"metrics/eval/{label}/{name.rpartition('/')[2]}": value for name, value in row.items()}
 
 
 def evaluate(
     config: RunConfig,
     executor: Executor,
+    source: SourceConfig,
     dataset: Dataset,
     tokenizer: Tokenizer | None,
-    alive: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """The mean loss over the validation data of a run, or over as many samples as the config says. `alive` is called
-    before each batch.
+    """The mean loss over a validation set of a run, or over as many of its samples as the config says. `progress`
+    receives the samples before each batch, and those in all.
 
     The ranks take turns, a batch each, and all evaluate the same number of batches.
     """
-    source = config.sources.eval
-    assert source is not None
     order = dataset.order(config.order_seed(source), source.shuffle)
     count_bytes = _byte_counter(config, dataset, tokenizer)
     size = config.device_eval_batch_size or executor.microbatch
@@ -54,7 +57,7 @@ def evaluate(
         for start in range(own, limit + own, size * executor.layout.data):
             ids = order.take(np.arange(min(start, limit), min(start + size, limit)))
             dataset.announce(order, min(start, limit - 1))
-            alive()
+            progress(start - own, limit)
             inputs, labels = dataset.gather(ids)
             padding = ((0, size - len(ids)), (0, 0))  # one shape for all batches: the rest carries no loss
             labels = np.pad(labels, padding, constant_values=IGNORE)

@@ -145,7 +145,9 @@ def native_overrides(overrides: list[str]) -> list[str]:
         overrides, key=lambda text: not text.startswith(("variables.", "data_local", "data_remote"))
     ):
         key = override.partition("=")[0]
-        foreign = not key.startswith("data.") and key not in native and key not in sections and FOUNDRY.knows(key)
+        foreign = (
+            not key.startswith(("data.", "eval.")) and key not in native and key not in sections and FOUNDRY.knows(key)
+        )
         found += native_override(override) if foreign else [override]
     return found
 
@@ -163,7 +165,7 @@ def _detect(files: list[ConfigFile]) -> str:
     for file in files:
         content: Any = OmegaConf.to_container(file.content)
         keys = [key.removeprefix("--").replace("-", "_") for key in flatten(content)]
-        scores = {"native": sum(key in native or key.split(".")[0] == "data" for key in keys)}
+        scores = {"native": sum(key in native or key.split(".")[0] in ("data", "eval") for key in keys)}
         if scores["native"] < len(keys):  # else the tables of the others need not be read
             scores |= {name: sum(dialect.knows(key) for key in keys) for name, dialect in DIALECTS.items()}
         best = max(scores.values())

@@ -55,9 +55,9 @@ def build_loss_model(config: ModelConfig, seed: int, options: BuildOptions) -> t
     return LossModel(gpt), notes
 
 
-def uncompiled(root: LossModel) -> AbstractContextManager:
+def uncompiled(gpt: GPT) -> AbstractContextManager:
     """Run compiled blocks as they are: rows of questions have shapes and masks of their own."""
-    if any(block._compiled_call_impl is not None for block in root.gpt.blocks.values()):
+    if any(block._compiled_call_impl is not None for block in gpt.blocks.values()):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()
 

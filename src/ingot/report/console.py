@@ -39,6 +39,7 @@ class Console(RunListener):
         self.total = 0
         self.last_line = 0.0
         self.bar: Progress | None = None
+        self.evaluation_start: float | None = None
 
     def note(self, text: str) -> None:
         self._print(text)
@@ -63,17 +64,40 @@ class Console(RunListener):
         if self.screen is None:
             return
         where, figures, eta = f"batch {batch}/{self.total}", _figures(row), _clock(row.get("time/remaining_estimate"))
-        evaluation = f" | {_evaluation(row)}" if "metrics/eval/LanguageCrossEntropy" in row else ""
-        line = f"[batch={batch}/{self.total}] {figures} | ETA {eta}{evaluation}"
+        self.evaluation_start = None
+        lines = _evaluations(row)
+        evaluation = lines[0] if lines else ""
+        told = [f"{figures} | ETA {eta}"] if figures else []
+        line = f"[batch={batch}/{self.total}] {' | '.join([*told, *lines[:1]])}"
         if self.bar is not None:
             shown = figures if self.screen.width >= WIDE else _main_figures(row)
             self.bar.update(self.task, completed=batch, description=where, figures=shown, eta=eta)
-            if evaluation:
-                self.screen.print(f"[batch={batch}/{self.total}] {_evaluation(row)}", markup=False)
+            for text in lines:
+                self.screen.print(f"[batch={batch}/{self.total}] {text}", markup=False)
         elif evaluation or batch == self.total or time.monotonic() - self.last_line >= PLAIN_SECONDS:
             self.screen.print(line, markup=False)
             self.last_line = time.monotonic()
+            for text in lines[1:]:
+                self.screen.print(f"[batch={batch}/{self.total}] {text}", markup=False)
         self._log(line)
+        for text in lines[1:]:
+            self._log(text)
+
+    def evaluating(self, what: str, done: int, total: int) -> None:
+        """Shown once an evaluation has taken two seconds; where there is no bar, every ten seconds."""
+        now = time.monotonic()
+        if self.evaluation_start is None:
+            self.evaluation_start = now
+        seconds = now - self.evaluation_start
+        if self.screen is None or seconds < 2 or not done or now - self.last_line < (0.2 if self.bar else 10):
+            return
+        self.last_line = now
+        left = str(timedelta(seconds=round(seconds * (total - done) / done)))
+        text = f"evaluating {what}, {done / total:.0%}"
+        if self.bar is not None:
+            self.bar.update(self.task, description=text, eta=left)
+        else:
+            self.screen.print(f"{text}, ETA {left}", markup=False)
 
     def end(self) -> None:
         if self.bar is not None:
@@ -115,11 +139,29 @@ def _main_figures(row: Row) -> str:
     return f"loss {row['loss/train/total']:.4f} | {row['throughput/tokens_per_sec']:,.0f} tok/s"
 
 
-def _evaluation(row: Row) -> str:
-    text = f"eval loss {row['metrics/eval/LanguageCrossEntropy']:.4f}"
-    text += f", perplexity {row['metrics/eval/LanguagePerplexity']:.2f}"
-    if "metrics/eval/BitsPerByte" in row:
-        text += f", {row['metrics/eval/BitsPerByte']:.4f} bits per byte"
+def _evaluations(row: Row) -> list[str]:
+    """A line about each validation set, composites, and each task."""
+    lines = []
+    for name in row:
+        if name.startswith("metrics/eval/") and name.endswith("/LanguageCrossEntropy"):
+            lines.append(_validation(row, name.removesuffix("LanguageCrossEntropy")))
+    composites = {name: value for name, value in row.items() if name.startswith("icl/")}
+    if composites:
+        lines.append(", ".join(f"{name.rpartition('/')[2]} {value:.4f}" for name, value in composites.items()))
+    for name, value in row.items():
+        task, _, metric = name.removeprefix("metrics/").rpartition("/")
+        if metric.startswith("InContextLearning") and metric.endswith("Accuracy"):
+            bits = row.get(f"metrics/{task}/GoldBitsPerByte")
+            lines.append(f"{task} accuracy {value:.4f}" + (f", {bits:.3f} bits per byte" if bits is not None else ""))
+    return lines
+
+
+def _validation(row: Row, prefix: str) -> str:
+    label = prefix.removeprefix("metrics/eval/").removesuffix("/")
+    text = f"eval {label} loss".replace("  ", " ") + f" {row[f'{prefix}LanguageCrossEntropy']:.4f}"
+    text += f", perplexity {row[f'{prefix}LanguagePerplexity']:.2f}"
+    if (bits := row.get(f"{prefix}BitsPerByte")) is not None:
+        text += f", {bits:.4f} bits per byte"
     return text
 
 

@@ -35,6 +35,10 @@ class Listeners(RunListener):
         for listener in self.listeners:
             listener.row(row, batch)
 
+    def evaluating(self, what: str, done: int, total: int) -> None:
+        for listener in self.listeners:
+            listener.evaluating(what, done, total)
+
     def state(self) -> dict[str, Any]:
         return {key: value for listener in self.listeners for key, value in listener.state().items()}
 

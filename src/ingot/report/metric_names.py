@@ -1,6 +1,6 @@
 """Every metric of a run, with its unit and meaning. A test compares the names with the code that writes them.
 
-NAME, LABEL and N in a name stand for a data source, an optimizer and a parameter group.
+NAME, LABEL and N in a name stand for a data source, an optimizer or validation set, and a parameter group.
 """
 
 METRICS: dict[str, str] = {
@@ -20,6 +20,10 @@ METRICS: dict[str, str] = {
     "metrics/eval/LanguagePerplexity": "exp(cross entropy) on the validation data.",
     "metrics/eval/BitsPerByte": "Validation loss in bits per byte of text. Unlike perplexity it does not depend on the "
     "tokenizer, so it compares models with different vocabularies. Needs a dataset that ingot prepared.",
+    "metrics/eval/LABEL/LanguageCrossEntropy": "The same three of each of several validation sets.",
+    "metrics/TASK/N-shot/METRIC": "Score of a downstream task with N examples: see the guide on evaluation.",
+    "metrics/TASK/N-shot/CATEGORY/METRIC": "The same of one category of a task with `has_categories`.",
+    "icl/metrics/eval_gauntlet/NAME": "Composite score of the gauntlet: a category, or a mean of categories.",
     "l2_norm/grad/global": "Norm of the whole gradient before clipping.",
     "lr-LABEL/groupN": "Learning rate of parameter group N of the optimizer.",
     "trainer/loss_scale": "Loss scale (fp16 only).",

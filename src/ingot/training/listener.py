@@ -27,6 +27,9 @@ class RunListener:
     def row(self, row: Row, batch: int) -> None:
         """The metrics of one step."""
 
+    def evaluating(self, what: str, done: int, total: int) -> None:
+        """An evaluation goes on: what is evaluated now, and how many of its tokens are done."""
+
     def state(self) -> dict[str, Any]:
         """What to store in a checkpoint. Everything received so far must be on disk when this returns."""
         return {}

@@ -4,6 +4,7 @@ before memory is taken, and before the run folder is touched."""
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.loading.token_dataset import Dataset
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, ConfigError
+from ingot.evaluation.in_run import EvalInputs, open_tasks
 from ingot.parallel.executors import device as devices
 from ingot.parallel.executors.base import Executor
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
@@ -24,6 +26,7 @@ from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import join_world
 from ingot.training.host_memory import check_host_memory
 from ingot.training.listener import RunListener
+from ingot.training.runtime.run_files import METRICS
 from ingot.training.runtime.run_folder import ResumeState
 from ingot.training.runtime.stop import start_compilers
 from ingot.version import code_hash
@@ -45,7 +48,7 @@ class Inputs:
     """What a run reads."""
 
     train: Dataset
-    validation: Dataset | None
+    evaluated: EvalInputs
     tokenizer: Tokenizer | None
     clock: BatchClock
 
@@ -80,11 +83,19 @@ def open_inputs(config: RunConfig, listener: RunListener) -> Inputs:
     shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     train = open_dataset(config.sources.train, *shape)
     listener.note(f"data {train.describe()}")
-    validation = open_dataset(config.sources.eval, *shape) if config.sources.eval else None
-    if validation is None:
-        listener.note("no validation data, so no evaluation; name some with data.eval.path=...")
+    tokenizer = _open_tokenizer(config, train)
+    evaluated = open_tasks(config, tokenizer, listener, has_trained=_has_trained(config))
+    evaluated.validation = {label: open_dataset(s, *shape) for label, s in config.sources.eval_sources.items()}
+    if not evaluated.validation:
+        listener.note("no validation data, so no validation loss; name some with data.eval.path=...")
     clock = BatchClock(config.global_train_batch_size, config.max_seq_len, train.samples, config.max_duration)
-    return Inputs(train, validation, _open_tokenizer(config, train), clock)
+    return Inputs(train, evaluated, tokenizer, clock)
+
+
+def _has_trained(config: RunConfig) -> bool:
+    """Whether the run folder shows that an earlier start passed the first step."""
+    metrics = Path(config.run_folder) / METRICS
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _open_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:

@@ -7,7 +7,7 @@ killed run resumes from its last checkpoint exactly where it would have been.
 import json
 from collections.abc import Generator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from ingot.config.durations import Duration
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
-from ingot.evaluation.validation import Evaluation, evaluate
+from ingot.evaluation.in_run import RunEvaluation
+from ingot.evaluation.validation import Evaluation
 from ingot.parallel.executors.device import explaining_nondeterminism
 from ingot.parallel.rank_env import find_rank_env
 from ingot.storage.object_store import is_url
@@ -48,8 +49,9 @@ class Result:
     folder: Path
     batches: int
     loss: float | None
-    evaluation: Evaluation | None
+    evaluation: Evaluation | None  # of the last time, on the first validation set
     stopped: str = ""  # why it stopped before its end; empty if it has finished
+    metrics: Row = field(default_factory=dict)  # all of the last evaluation
 
 
 def train(config: RunConfig, listener: RunListener, fresh: bool = False) -> Result:
@@ -90,6 +92,9 @@ class Trainer:
         self.meter = StepMeter(config, executor, self.inputs.train, plan.compiled)
         cleanup.callback(self.meter.close)
         listener.note(f"peak {self.meter.peak / 1e12:.3g} TFLOP/s for utilization ({self.meter.peak_source})")
+        self.evaluation = RunEvaluation(
+            config, self.inputs.clock, executor, self.inputs.evaluated, self.inputs.tokenizer, listener
+        )
         self.guard = Guard(config.guards, executor, scaled=self.scaler.enabled)
         self.run.open(fresh)
         if self.run.is_owner:
@@ -98,6 +103,7 @@ class Trainer:
         if fresh:
             self.checkpointer.start_over()
         state = self._resume()
+        self.evaluation.agree(self.progress.batch)
         self.run.begin(self.progress.batch, self.progress.total, self.inputs.tokenizer)
         listener.begin(self.progress.batch, self.progress.total, state)
 
@@ -110,8 +116,9 @@ class Trainer:
                 "over with --fresh"
             )
             return Result(run.folder, progress.batch, None, None)
-        evaluation = None
         reason = self.stop.before_first_step(self.executor)
+        if self.config.eval_first and progress.batch == 0 and not reason:
+            self.listener.row(meter.position(0) | self.evaluate(), 0)
         batches = self._open_batches()
         meter.restart()
         with closing(GcControl()) as garbage:
@@ -132,9 +139,8 @@ class Trainer:
                         run.samples.write(progress.batch, batch.samples)
                     if self._is_due(self.config.log_interval):
                         row = self._measure(result)
-                if self.inputs.validation is not None and self._is_due(self.config.eval_interval):
-                    evaluation = self.evaluate()
-                    row = (row or meter.position(progress.batch)) | evaluation.metrics()
+                if self.evaluation.is_due(progress.batch, progress.is_last):
+                    row = (row or meter.position(progress.batch)) | self.evaluate()
                 if row:
                     self.listener.row(row, progress.batch)
                     meter.restart()
@@ -149,15 +155,17 @@ class Trainer:
             self.listener.note(f"stopped after batch {progress.batch} of {progress.total}: {reason}")
         else:
             run.finish(progress.batch)
-        return Result(run.folder, progress.batch, meter.loss, evaluation, reason)
+        return Result(run.folder, progress.batch, meter.loss, self.evaluation.last, reason, self.evaluation.metrics)
 
-    def evaluate(self) -> Evaluation:
-        """The loss on the validation data."""
-        assert self.inputs.validation is not None
+    def evaluate(self) -> Row:
+        """The losses on the validation data and the scores of the tasks that are due."""
+
+        def report(what: str, done: int, total: int) -> None:
+            self.run.heartbeat.alive()
+            self.listener.evaluating(what, done, total)
+
         self.run.heartbeat.pause()
-        return evaluate(
-            self.config, self.executor, self.inputs.validation, self.inputs.tokenizer, self.run.heartbeat.alive
-        )
+        return self.evaluation.run(self.progress.batch, self.progress.is_last, report)
 
     def _open_batches(self) -> Generator[Batch, None, None]:
         """This rank's part of the batches that are still to come."""

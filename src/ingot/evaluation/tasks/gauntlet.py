@@ -3,23 +3,39 @@
 import math
 from collections.abc import Callable, Sequence
 
-from ingot.config.evaluation import CategoryConfig, GauntletConfig
+from ingot.config.error_messages import Origins
+from ingot.config.evaluation import CategoryConfig, GauntletConfig, TaskConfig
 from ingot.errors import ConfigError
 from ingot.evaluation.tasks.run import TaskScore
 
-NAME = "icl/metrics/eval_gauntlet/"
+
+def named_composites(composites: dict[str, float]) -> dict[str, float]:
+    """Composite scores under the names of LLM Foundry's dashboards."""
+    return {f"icl/metrics/eval_gauntlet/{name}": value for name, value in composites.items()}
 
 
-def check_gauntlet(gauntlet: GauntletConfig, labels: Sequence[tuple[str, int]]) -> None:
-    """Refuse a gauntlet none of whose categories can be scored by the tasks (label, shots) that will run."""
-    missing = [
-        f"{b.name} ({b.num_fewshot}-shot)"
-        for category in gauntlet.categories
-        for b in category.benchmarks
-        if (b.name, b.num_fewshot) not in labels
-    ]
-    if len(missing) == sum(len(category.benchmarks) for category in gauntlet.categories):
-        raise ConfigError(f"gauntlet: none of its benchmarks is among the tasks; it names {', '.join(missing[:6])}")
+def check_gauntlet(
+    gauntlet: GauntletConfig, origins: Origins, tasks: Sequence[TaskConfig], warn: Callable[[str], None]
+) -> None:
+    """Refuse a gauntlet none of whose categories can be scored by the tasks, and warn of each that cannot."""
+    known = {(task.label, shots) for task in tasks for shots in task.num_fewshot}
+    problems = []
+    for number, category in enumerate(gauntlet.categories):
+        for place, benchmark in enumerate(category.benchmarks):
+            if (benchmark.name, benchmark.num_fewshot) in known:
+                continue
+            where = origins.of(f"categories.{number}.benchmarks.{place}.name") or "eval.gauntlet"
+            others = sorted(f"{shots}-shot" for label, shots in known if label == benchmark.name)
+            what = f"with {', '.join(others)} only" if others else "not"
+            problems.append(
+                f"{where}: {benchmark.name} ({benchmark.num_fewshot}-shot) is {what} among the tasks, so there is no "
+                f"score of {category.name}"
+            )
+            break
+    if len(problems) == len(gauntlet.categories):
+        raise ConfigError(f"{problems[0]}, nor of any other category" if problems else "the gauntlet has no categories")
+    for problem in problems:
+        warn(problem)
 
 
 def composite_scores(

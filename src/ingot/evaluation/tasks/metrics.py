@@ -5,11 +5,14 @@ moves with every change of the model, and the probability of the right choice am
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ingot.config.evaluation import TaskConfig
+from ingot.errors import ConfigError
 from ingot.evaluation.tasks.prompts import Question
 from ingot.evaluation.tasks.scoring import RowScore
 
@@ -28,6 +31,9 @@ METRICS = {
     GOLD_PROBABILITY: "Probability of the right choice among the choices: softmax of their log-likelihoods, mean.",
 }
 """Every metric of a task, and what it means."""
+
+
+_OLD_NAMES = {"InContextLearningQAAccuracy": EXACT_MATCH}  # of question_answering, until LLM Foundry v0.8
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,33 @@ def judge_choice(question: Question, scores: Sequence[RowScore]) -> Judgment:
         _bits_per_byte(question, gold, scores[gold]), float(shares[gold] / shares.sum()),
         question.record.choices[prediction],
     )  # fmt: skip
+
+
+def metrics_of(task_type: str) -> tuple[str, ...]:
+    """The metrics of a task type."""
+    if task_type == "generation_task_with_answers":
+        return (EXACT_MATCH,)
+    if task_type == "language_modeling":
+        return LM_ACCURACY, LM_CALIBRATION, GOLD_BITS
+    return CHOICE_ACCURACY, CHOICE_CALIBRATION, GOLD_BITS, GOLD_PROBABILITY
+
+
+def select_metrics(task: TaskConfig, names: Iterable[str]) -> list[str]:
+    """The metrics that a task asks for, by regular expressions as in LLM Foundry, and our own."""
+    patterns = [_OLD_NAMES.get(pattern, pattern) for pattern in task.metric_names]
+    kept = []
+    for name in names:
+        try:
+            found = any(re.search(pattern, name, re.IGNORECASE) for pattern in patterns)
+        except re.error as error:
+            raise ConfigError(f"task {task.label}: metric_names: not a regular expression: {error}") from None
+        kept += [name] if found or not patterns or not name.startswith(PREFIX) else []
+    if not any(name.startswith(PREFIX) for name in kept):
+        raise ConfigError(
+            f"task {task.label}: no metric of {task.icl_task_type} is called {task.metric_names[0]}; there are "
+            f"{', '.join(metrics_of(task.icl_task_type))}"
+        )
+    return kept
 
 
 def summarize(task_type: str, judgments: Sequence[Judgment]) -> dict[str, float]:

@@ -11,12 +11,12 @@ import torch
 from ingot.checkpoint.hf.transfer import tokenizer_of
 from ingot.checkpoint.load import load_model
 from ingot.checkpoint.store import find_checkpoint
-from ingot.config.evaluation import GauntletConfig, TaskConfig
+from ingot.config.evaluation import FOLDER, GauntletConfig, TaskConfig
 from ingot.data.document_sample import DocumentSample
 from ingot.data.tokenizer import Tokenizer
 from ingot.errors import disk_error
-from ingot.evaluation.tasks.gauntlet import NAME, check_gauntlet, composite_scores
-from ingot.evaluation.tasks.run import PreparedTask, TaskScore, prepare_tasks, score_task
+from ingot.evaluation.tasks.gauntlet import check_gauntlet, composite_scores, named_composites
+from ingot.evaluation.tasks.run import TaskScore, check_names, prepare_tasks, score_task
 from ingot.evaluation.tasks.scoring import Scorer
 from ingot.evaluation.tasks.task_files import is_text, load_gauntlet, load_tasks
 from ingot.evaluation.tasks.text import TextScore, score_text
@@ -40,14 +40,17 @@ class TaskRequest:
 
     @classmethod
     def of(
-        cls, names: Sequence[str], gauntlet: str | None = None, shots: int | None = None, limit: int | None = None
-    ) -> "TaskRequest":
+        cls, names: Sequence[str], gauntlet: str | None = None, shots: int | None = None, limit: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> "TaskRequest":  # fmt: skip
         """What some names mean; every file is looked at before a model is loaded."""
         texts = [name for name in names if is_text(name)]
         tasks = load_tasks([name for name in names if name not in texts], shots)
-        combined = load_gauntlet(gauntlet) if gauntlet else None
-        if combined:
-            check_gauntlet(combined, [(task.label, n) for task in tasks for n in task.num_fewshot])
+        check_names(tasks)
+        combined = None
+        if gauntlet:
+            combined, origins = load_gauntlet(gauntlet)
+            check_gauntlet(combined, origins, tasks, say)
         return cls(tasks, texts, combined, limit)
 
 
@@ -67,7 +70,7 @@ class ModelReport:
         found: dict[str, float] = {}
         for named in [s.named_metrics() for s in self.scores] + [t.named_metrics() for t in self.texts]:
             found |= named
-        return found | {NAME + name: value for name, value in self.composites.items()}
+        return found | named_composites(self.composites)
 
     def to_json(self, with_questions: bool = False) -> dict[str, Any]:
         """What is written to RUN/evaluations/STEP.json."""
@@ -100,10 +103,11 @@ def evaluate_model(
     model = load_model(report.path, on)
     length = model.config.context
     longest = length if model.config.positions == "learned" else None
-    prepared = prepare_tasks(request.tasks, tokenizer, length, longest, request.limit)
-    for found in _cut_prompts(prepared):
-        say(found)
+    prepared = prepare_tasks(request.tasks, tokenizer, length, longest, lambda task, rows: request.limit)
+    for line in filter(None, (task.describe_cut() for task in prepared)):
+        say(line)
     say(f"{report.path}: {model.config.parameters:,} parameters on {on.type} in {precision}, rows of {length:,} tokens")
+    scorer = Scorer(model, on, precision)
     total, done = sum(p.tokens for p in prepared), 0
     for task in prepared:
         before = done
@@ -113,7 +117,7 @@ def evaluate_model(
             done = min(done + tokens, start + most)
             progress(name, done, total)
 
-        report.scores.append(score_task(task, model, tokenizer, on, precision, advance))
+        report.scores.append(score_task(task, scorer, tokenizer, advance))
         done = before + task.tokens
         progress(task.name, done, total)
     for name in request.texts:
@@ -125,7 +129,7 @@ def evaluate_model(
 
 def write_report(report: ModelReport, out: Path | None, with_questions: bool) -> Path | None:
     """Write the scores to `out`, or into the run folder. A Hugging Face folder is left as it is."""
-    target = out or (report.run / "evaluations" / f"{report.step}.json" if report.run else None)
+    target = out or (report.run / FOLDER / f"{report.step}.json" if report.run else None)
     if target is None:
         return None
     try:
@@ -141,17 +145,6 @@ def _open_report(path: Path) -> ModelReport:
         return ModelReport(path, None, None)
     manifest = find_checkpoint(path)
     return ModelReport(manifest.folder, manifest.step, manifest.folder.parent.parent)
-
-
-def _cut_prompts(prepared: Sequence[PreparedTask]) -> list[str]:
-    """A line about each task whose prompts do not fit."""
-    lines = []
-    for task in prepared:
-        cut = sum(row.is_cut for question in task.questions for row in question.rows)
-        if cut:
-            rows = sum(len(question.rows) for question in task.questions)
-            lines.append(f"{task.name}: {cut:,} of {rows:,} prompts are too long for a row and lose their beginning")
-    return lines
 
 
 def _score_text(

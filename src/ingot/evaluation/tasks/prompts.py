@@ -37,9 +37,11 @@ class Question:
 
 
 def build_questions(
-    task: TaskConfig, shots: int, records: Sequence[Record], tokenizer: Tokenizer, row_length: int
-) -> list[Question]:
-    """The questions of one category of a task with `shots` examples each, in rows of at most `row_length` tokens."""
+    task: TaskConfig, shots: int, records: Sequence[Record], tokenizer: Tokenizer, row_length: int,
+    first: int | None = None,
+) -> list[Question]:  # fmt: skip
+    """The questions of one category of a task with `shots` examples each, in rows of at most `row_length` tokens; only
+    the `first` ones, whose examples come from all records."""
     drawn = draw_examples(len(records), shots, task.fewshot_random_seed)
     space = " " if len(tokenizer.encode(" a")) == 1 else ""  # sentencepiece adds a space of its own
     generates = task.icl_task_type == "generation_task_with_answers"
@@ -50,13 +52,15 @@ def build_questions(
             f"{row_length}; raise max_seq_len"
         )
     questions = []
-    for record, examples in zip(records, drawn, strict=True):
+    for record, examples in list(zip(records, drawn, strict=True))[:first]:
         shown = _few_shot_text(task, [records[i] for i in examples])
         start = _without_end(tokenizer.encode(shown, special_tokens=True), tokenizer)
         rows = []
         for context, continuation in _pairs(task, record, bool(shown)):
             text = continuation if generates or continuation.startswith(" ") else space + continuation
             ids = () if generates else tuple(tokenizer.encode(text))
+            if not ids and not generates:
+                raise DataError(f"{record.where}: the answer {text!r} has no tokens in this tokenizer")
             rows.append(_row(start + tokenizer.encode(context), ids, text, row_length - limit, record))
         new_tokens = int(task.generation_kwargs.get("max_new_tokens", max(limit, 1)))
         contexts = [context for context, _ in _pairs(task, record, bool(shown))]

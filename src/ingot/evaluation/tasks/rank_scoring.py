@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ingot.config.model import ModelConfig
 from ingot.data.tokenizer import Tokenizer
-from ingot.evaluation.tasks.answering import cut
+from ingot.evaluation.tasks.answering import cut, generate_answers
 from ingot.evaluation.tasks.packing import PackedBatch, make_unit, pack
 from ingot.evaluation.tasks.prompts import PromptRow, Question
 from ingot.evaluation.tasks.scoring import RowScore
 from ingot.model.branch_attention import PADDING, TokenRows
+from ingot.parallel.build import uncompiled
 from ingot.parallel.executors.base import Executor
 
 _ROUND = 64  # lengths of rows are multiples of this
@@ -25,8 +26,8 @@ _ROUND = 64  # lengths of rows are multiples of this
 class RankScorer:
     """Scores questions with the model of a run. All ranks must call it with the same questions."""
 
-    def __init__(self, executor: Executor, config: ModelConfig, batch_tokens: int):
-        self.executor, self.batch_tokens = executor, batch_tokens
+    def __init__(self, executor: Executor, config: ModelConfig, precision: str, batch_tokens: int):
+        self.executor, self.precision, self.batch_tokens = executor, precision, batch_tokens
         # masks between documents count end-of-document tokens from the start of a row: one row holds one sequence
         self._packs = not (config.document_mask or config.document_positions) or config.eos_token_id is None
 
@@ -43,9 +44,9 @@ class RankScorer:
             for number in range(self._rounds(len(batches))):
                 batch = batches[number] if number < len(batches) else None
                 scores = self.executor.token_scores(self._rows(batch) if batch else self._nothing())
+                progress(batch.tokens.size * self.executor.layout.data if batch else 0)
                 if batch:
                     table[self._on_device(_places(batch, starts))] += scores.double()
-                    progress(batch.tokens.size * self.executor.layout.data)
         found = self.executor.sum_loss(table).cpu().numpy()
         scored = [
             _row_score(found[start : start + n], row) for start, n, row in zip(starts, lengths, rows, strict=False)
@@ -59,8 +60,11 @@ class RankScorer:
     ) -> list[str]:  # fmt: skip
         """What each prompt is continued with, most likely token by most likely token, on all ranks.
 
-        Every token costs a pass over its whole row: a cache would have to be cut as the model is.
+        With several ranks every token costs a pass over its whole row: a cache would have to be cut as the model is.
         """
+        if (model := self.executor.whole_model) is not None:
+            with self.executor.evaluating(), uncompiled(model):
+                return generate_answers(model, questions, tokenizer, stops, self.precision, self.batch_tokens, progress)
         order = sorted(range(len(questions)), key=lambda i: -len(questions[i].rows[0].context))
         own, most = order[self.executor.data_rank :: self.executor.layout.data], questions[0].max_new_tokens
         groups: list[list[int]] = []
@@ -73,7 +77,7 @@ class RankScorer:
         with self.executor.evaluating():
             for number in range(self._rounds(len(groups))):
                 group = groups[number] if number < len(groups) else []
-                for i, ids in zip(group, self._continue(questions, group, tokenizer, stops), strict=True):
+                for i, ids in zip(group, self._continue(questions, group, tokenizer, stops, progress), strict=True):
                     written[i, : len(ids)] = torch.tensor(ids, device=written.device) + 1.0  # 0 is nothing
                 progress(sum(len(questions[i].rows[0].context) + most for i in group) * self.executor.layout.data)
         texts = []
@@ -82,8 +86,9 @@ class RankScorer:
         return texts
 
     def _continue(
-        self, questions: Sequence[Question], group: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str]
-    ) -> list[list[int]]:
+        self, questions: Sequence[Question], group: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str],
+        progress: Callable[[int], None],
+    ) -> list[list[int]]:  # fmt: skip
         """The tokens that follow the prompts of this rank's group, until all ranks are done with theirs."""
         rows = [list(questions[i].rows[0].context) for i in group]
         written: list[list[int]] = [[] for _ in group]
@@ -98,6 +103,7 @@ class RankScorer:
             table = torch.zeros(executor.layout.data, int(max(size for _, size in state)), device=executor.device)
             table[executor.data_rank, : len(group)] = scores[:, 2]
             tokens = executor.sum_loss(table)[executor.data_rank].long().tolist()
+            progress(0)
             for number, row in enumerate(rows):
                 token = tokens[number]
                 row.append(token)

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ingot.data.tokenizer import Tokenizer
+from ingot.evaluation.tasks.answering import generate_answers
 from ingot.evaluation.tasks.packing import PackedBatch, make_unit, pack
-from ingot.evaluation.tasks.prompts import PromptRow
+from ingot.evaluation.tasks.prompts import PromptRow, Question
 from ingot.model.branch_attention import BranchAttention
 from ingot.model.gpt import GPT
 from ingot.model.precision import autocast
@@ -70,6 +72,13 @@ class Scorer:
             self.model.attention_op = usual
         ends = np.cumsum([len(question) for question in questions]).tolist()
         return [scores[end - len(question) : end] for question, end in zip(questions, ends, strict=True)]
+
+    def generate(
+        self, questions: Sequence[Question], tokenizer: Tokenizer, stops: Sequence[str],
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> list[str]:  # fmt: skip
+        """The text that each prompt is continued with."""
+        return generate_answers(self.model, questions, tokenizer, stops, self.precision, self.batch_tokens, progress)
 
     def _score_batch(self, batch: PackedBatch, scores: list[RowScore]) -> None:
         if not batch.at:

@@ -26,22 +26,29 @@ _FIELDS = {
 }
 
 
-def load_tasks(names: Sequence[str], shots: int | None = None) -> list[TaskConfig]:
-    """The tasks that some names mean: YAML files with `icl_tasks`, .jsonl files or URLs, names of shipped tasks."""
-    tasks = [task for name in names for task in _load(name)]
+def load_tasks(
+    given: Sequence[str | TaskConfig], shots: int | None = None, folder: Path | None = None
+) -> list[TaskConfig]:
+    """The tasks that are meant by YAML files with `icl_tasks`, .jsonl files or URLs, names of shipped tasks, or tasks
+    written out. Relative paths are looked for in `folder` first, then in the working directory."""
+    tasks = [task for item in given for task in _load(item, folder)]
     if shots is not None:
         tasks = [task.model_copy(update={"num_fewshot": (shots,)}) for task in tasks]
     return tasks
 
 
-def load_gauntlet(name: str) -> GauntletConfig:
-    """The `eval_gauntlet` of a YAML file."""
-    values, lines = _read(Path(name))
+def load_gauntlet(given: str | GauntletConfig, folder: Path | None = None) -> tuple[GauntletConfig, Origins]:
+    """The `eval_gauntlet` of a YAML file, and the FILE:LINE of each key; or one written out."""
+    if not isinstance(given, str):
+        return given, Origins()
+    path = _existing(given, folder) or Path(given)
+    values, lines = _read(path)
     found = values.get("eval_gauntlet", values)
     prefix = "eval_gauntlet." if "eval_gauntlet" in values else ""
-    gauntlet = _check(GauntletConfig, found, {k.removeprefix(prefix): v for k, v in lines.items()}, name)
+    origins = Origins({key.removeprefix(prefix): line for key, line in lines.items()})
+    gauntlet = _check(GauntletConfig, found, origins, str(path))
     assert isinstance(gauntlet, GauntletConfig)
-    return gauntlet
+    return gauntlet, origins
 
 
 def shipped_tasks() -> dict[str, str]:
@@ -58,18 +65,22 @@ def is_text(name: str) -> bool:
     return path.suffix != ".jsonl" or set(_first_record(path)) >= {"text"}
 
 
-def _load(name: str) -> list[TaskConfig]:
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml"):
+def _load(given: str | TaskConfig, folder: Path | None) -> list[TaskConfig]:
+    if isinstance(given, TaskConfig):
+        return [given.model_copy(update={"dataset_uri": _find(given.dataset_uri, folder, f"task {given.label}")})]
+    path = _existing(given, folder)
+    if path is not None and path.suffix in (".yaml", ".yml"):
         return _from_yaml(path)
-    if path.is_file() or is_url(name):
-        return [_from_records(name)]
+    if path is not None or is_url(given):
+        return [_from_records(given if path is None else str(path))]
     shipped = shipped_tasks()
-    if name in shipped:
+    if given in shipped:
         tasks = _from_yaml(Path(str(files(SHIPPED) / "tasks.yaml")))
-        return [task for task in tasks if task.label == name]
+        return [task for task in tasks if task.label == given]
+    if Path(given).suffix:
+        _find(given, folder, "eval.tasks" if folder else "--tasks")
     raise ConfigError(
-        f"{name} is neither a file (a YAML list of tasks, a .jsonl file) nor a task that ships with ingot: "
+        f"{given} is neither a file (a YAML list of tasks, a .jsonl file) nor a task that ships with ingot: "
         f"{', '.join(shipped)}"
     )
 
@@ -82,23 +93,32 @@ def _from_yaml(path: Path) -> list[TaskConfig]:
     tasks = []
     for number, item in enumerate(listed):
         prefix = f"icl_tasks.{number}."
+        if not isinstance(item, dict):
+            raise ConfigError(f"{lines[prefix[:-1]]}: a task must be a mapping of keys to values, not {item!r}")
         item = {key: value for key, value in item.items() if key != "description"}
-        own = {key.removeprefix(prefix): line for key, line in lines.items() if key.startswith(prefix)}
+        own = Origins({key.removeprefix(prefix): line for key, line in lines.items() if key.startswith(prefix)})
         task = _check(TaskConfig, item, own, f"{path}: task {number + 1} ({item.get('label', 'without a label')})")
         assert isinstance(task, TaskConfig)
-        tasks.append(task.model_copy(update={"dataset_uri": _find(task.dataset_uri, path, task.label)}))
+        uri = _find(task.dataset_uri, path.parent, f"{own.of('dataset_uri')}: task {task.label}")
+        tasks.append(task.model_copy(update={"dataset_uri": uri}))
     return tasks
 
 
-def _find(uri: str, file: Path, label: str) -> str:
-    """A relative path, looked for next to the YAML file first, then in the working directory."""
-    if is_url(uri) or Path(uri).is_absolute():
+def _existing(name: str, folder: Path | None) -> Path | None:
+    places = [folder / name] if folder and not is_url(name) else []
+    return next((place for place in (*places, Path(name)) if place.exists()), None)
+
+
+def _find(uri: str, folder: Path | None, where: str) -> str:
+    """A relative path, looked for in a folder first, then in the working directory."""
+    if is_url(uri):
         return uri
-    places = [file.parent / uri, Path(uri)]
-    found = next((place for place in places if place.exists()), None)
-    if found is None:
-        raise ConfigError(f"{file}: task {label}: neither {places[0]} nor {places[1].absolute()} exists")
-    return str(found)
+    if (found := _existing(uri, folder)) is not None:
+        return str(found)
+    here = Path(uri).absolute()
+    if folder is None or folder.absolute() == here.parent or Path(uri).is_absolute():
+        raise ConfigError(f"{where}: {here} does not exist")
+    raise ConfigError(f"{where}: neither {folder / uri} nor {here} exists")
 
 
 def _from_records(name: str) -> TaskConfig:
@@ -139,8 +159,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return {str(key): value for key, value in values.items()}, file.lines
 
 
-def _check(schema: type[BaseModel], values: dict[str, Any], lines: dict[str, str], where: str) -> BaseModel:
+def _check(schema: type[BaseModel], values: Any, origins: Origins, where: str) -> BaseModel:
     try:
-        return validate(schema, values, Origins(lines))
+        return validate(schema, values, origins)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -209,8 +209,8 @@ def config_of(spec: LaunchSpec) -> RunConfig:
 def check_data(spec: LaunchSpec) -> None:
     """Read the config and the index of each local dataset; remote ones are not touched."""
     config = config_of(spec)
-    for source in (config.sources.train, config.sources.eval):
-        parts: list[DatasetConfig] = [*source.mix.values()] or [source] if source else []
+    for source in (config.sources.train, *config.sources.eval_sources.values()):
+        parts: list[DatasetConfig] = [*source.mix.values()] or [source]
         for part in parts:
             if part.remote is None:
                 kind, path = locate(Path(part.path), part.split)

@@ -19,6 +19,7 @@ from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import IGNORE
 from ingot.model.branch_attention import TokenRows
 from ingot.model.dropout import sequence_keys
+from ingot.model.gpt import GPT
 from ingot.model.shapes import is_matrix
 from ingot.parallel.coordinator import Coordinator
 from ingot.parallel.dtensor import local
@@ -92,6 +93,8 @@ class Executor(Protocol):
     """Whether a failed allocation leaves the run intact. False where other ranks would wait inside a collective."""
     hold_choices: dict[bool, str]
     """What `hold_weights` may be called with, and what each does."""
+    whole_model: GPT | None
+    """The model, where one process holds all of it as plain tensors."""
     enough_tokens: int
     """Tokens per microbatch beyond which a GPU gains little speed, if weights are not held."""
 
@@ -283,7 +286,7 @@ def measure_memory(
         for last in (True, False):  # the second time with gradients in place
             run_pass(np.zeros((microbatch, config.max_seq_len), dtype=np.int64), last)
         kept = torch.cuda.memory_allocated(device)
-        if config.sources.eval is not None:  # may take more sequences, and logits that training never holds whole
+        if config.sources.eval_sources:  # may take more sequences, and logits that training never holds whole
             tokens = np.zeros((config.device_eval_batch_size or microbatch, config.max_seq_len), dtype=np.int64)
             with executor.evaluating():
                 executor.loss_sum(tokens, tokens)

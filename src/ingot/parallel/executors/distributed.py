@@ -18,6 +18,7 @@ from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model.attention import AttentionOp
 from ingot.model.branch_attention import BranchAttention, TokenRows, attending_by
+from ingot.model.gpt import GPT
 from ingot.model.init import init_weight
 from ingot.model.kernels import refresh
 from ingot.model.precision import autocast
@@ -52,6 +53,7 @@ class Distributed:
     """Implements `Executor` for one of several ranks."""
 
     can_recover_from_oom = False
+    whole_model: GPT | None = None
     enough_tokens = 8192  # more than on one process, if each microbatch gathers the weights again
 
     def __init__(self, model: ParallelModel, config: RunConfig, world: World):
@@ -161,7 +163,7 @@ class Distributed:
             for root in self.roots:
                 if rows.has_branches:
                     stack.enter_context(attending_by(root.gpt, self._branch_attention(rows)))
-                stack.enter_context(uncompiled(root))
+                stack.enter_context(uncompiled(root.gpt))
             if self.pipeline is not None:
                 return self.pipeline.token_scores(rows)
             with autocast(self.config.precision, self.device):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model.branch_attention import BranchAttention, TokenRows, attending_by
+from ingot.model.gpt import GPT
 from ingot.model.kernels import hold_copies, refresh
 from ingot.model.precision import autocast
 from ingot.model.shapes import flops_per_token, parameter_shapes
@@ -55,6 +56,7 @@ class SingleProcess:
         messages: Messages = NoMessages(),
     ):
         self.model, self.config, self.device, self.messages = model, config, device, messages
+        self.whole_model: GPT | None = model.gpt
         self._compile_pending = compiled  # until the first step: how depends on what is recomputed
         self.parameters = [NamedParameter(name, p) for name, p in model.gpt.named_parameters()]
         self.parameter_shapes = parameter_shapes(config.model)
@@ -172,7 +174,7 @@ class SingleProcess:
         if rows.has_branches:
             op = BranchAttention(gpt.config)
             op.place(rows.question, rows.branch, rows.position)
-        with attending_by(gpt, op), uncompiled(self.model), autocast(self.config.precision, self.device):
+        with attending_by(gpt, op), uncompiled(gpt), autocast(self.config.precision, self.device):
             return self.model.token_scores(rows)
 
     # --- reductions over one process

@@ -1,6 +1,7 @@
 """The names in a run folder, in a file of their own so that a launcher can know them without loading torch."""
 
 from ingot.checkpoint.manifest import CHECKPOINTS
+from ingot.config.evaluation import FOLDER as EVALUATIONS
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -15,5 +16,5 @@ FINISHED = "FINISHED"  # created at the end of a run
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
 OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES,
-        MICROBATCH)  # fmt: skip
+        MICROBATCH, EVALUATIONS)  # fmt: skip
 """What `--fresh` removes."""
