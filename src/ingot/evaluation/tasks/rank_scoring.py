@@ -17,8 +17,8 @@ from ingot.evaluation.tasks.packing import PackedBatch, make_unit, pack
 from ingot.evaluation.tasks.prompts import PromptRow, Question
 from ingot.evaluation.tasks.scoring import RowScore
 from ingot.model.branch_attention import PADDING, TokenRows
-from ingot.parallel.build import uncompiled
 from ingot.parallel.executors.base import Executor
+from ingot.parallel.loss_model import uncompiled
 
 _ROUND = 64  # lengths of rows are multiples of this
 
