@@ -52,7 +52,8 @@ def _model(t: Translation) -> None:
     t.put("model.positions", positions, *kinds)
     if positions == "rotary":
         t.put("model.rotary_pct", t.get("rotary_percent", 1.0), "rotary_percent")
-        t.put("model.rotary_base", t.get("rotary_base", 10000), "rotary_base")
+        base = t.first_given("rotary_base", "rotary_position_embeddings_theta")
+        t.put("model.rotary_base", t.get(base, 10000), base)
     bare, swiglu, erf = (t.get(k, False) for k in ("disable_bias_linear", "swiglu", "no_bias_gelu_fusion"))
     exact = (erf or bare) and not t.get("openai_gelu")
     activation = "swiglu" if swiglu else "gelu" if exact else "gelu_tanh"
@@ -120,7 +121,7 @@ def _training(t: Translation) -> None:
     common.put_eval(t, interval)
     if t.get("full_validation"):
         t.put("eval_subset_num_batches", -1, "full_validation")
-    common.put_checkpoints(t, "save_interval")
+    common.put_checkpoints(t, t.first_given("save_interval", "persistent_save_interval"))
     t.put("precision", "bf16" if t.get("bf16") else "fp16" if t.get("fp16") else "fp32", "bf16", "fp16")
     if t.get("bf16") and t.get("fp16"):
         t.refuse("fp16", "contradicts bf16; remove one of them")
@@ -262,7 +263,8 @@ def read_words(words: list[tuple[str, str]]) -> tuple[dict[str, Any], dict[str, 
 
 
 def scalar(word: str) -> Any:
-    for kind in (int, float):
+    """A number, or text: `007` may be the name of a folder."""
+    for kind in (int, float) if not re.match(r"[-+]?0\d", word) else ():
         try:
             return kind(word)
         except ValueError:
