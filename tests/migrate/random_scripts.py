@@ -15,7 +15,20 @@ while [ $# -gt 0 ]; do
   shift
 done
 """
-LAUNCHER = '#!/bin/bash\n[ $1 = -n ] || [ $1 = h1 ] && [ $1 = h1 ] && shift && exec bash -c "$*"\n[ $1 = -n ] && shift 2\nexec "$@"\n'
+# srun, ssh and sbatch: what follows their options and the name of the host.
+LAUNCHER = """#!/bin/bash
+name=${0##*/}
+while :; do
+  case $1 in
+    --*=*|-l) shift ;;
+    -n|-p|-A|--jobid|--container-image|--container-mounts) shift 2 ;;
+    *) break ;;
+  esac
+done
+[ $name = ssh ] && shift && exec bash -c "$*"
+[ $name = sbatch ] && exec bash "$@"
+exec "$@"
+"""
 
 
 class Writer:
@@ -244,25 +257,27 @@ class Writer:
         return "\n".join(lines) + "\n"
 
 
-def run_with_bash(folder: Path, scripts: list[str]) -> list[list[list[str]] | None]:
-    """The arguments of each run of each script; None where bash itself stops at an error of syntax."""
-    tools = folder / "tools"
-    tools.mkdir()
-    for name in ("torchrun", "python", "python3"):
-        (tools / name).write_text(RECORDER)
-    for name in ("srun", "ssh"):
-        (tools / name).write_text(LAUNCHER)
-    for tool in tools.iterdir():
+def write_tools(folder: Path) -> Path:
+    """Programs that record how they are called, and launchers that call them."""
+    folder.mkdir()
+    for name in ("torchrun", "python", "python3", "deepspeed"):
+        (folder / name).write_text(RECORDER)
+    for name in ("srun", "ssh", "sbatch"):
+        (folder / name).write_text(LAUNCHER)
+    for tool in folder.iterdir():
         tool.chmod(0o755)
-    record = folder / "record"
+    return folder
+
+
+def run_with_bash(folder: Path, scripts: list[str]) -> list[list[list[str]]]:
+    """The arguments of each run of each script."""
+    tools, record = write_tools(folder / "tools"), folder / "record"
     for i, script in enumerate(scripts):
         (folder / f"s{i}.sh").write_text(script)
     (folder / "settings.sh").write_text('TP=3\nOPTS="$OPTS --log-interval $PP"\n[ -n "$FLAG" ] && return\nPP=2\n')
     loop = f"for i in {{0..{len(scripts) - 1}}}; do printf '\\035' >> $RECORD; bash s$i.sh; done </dev/null >/dev/null 2>&1"
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "RECORD": str(record), "LC_ALL": "C"}
     subprocess.run([shutil.which("bash") or "bash", "-c", loop], cwd=folder, env=environment, check=False)
-    found: list[list[list[str]] | None] = []
-    for part in record.read_text().split("\035")[1:]:
-        runs = [run.split("\037")[1:-1] for run in part.split("\036")[:-1]]
-        found.append(runs)
-    return found
+    return [
+        [run.split("\037")[1:-1] for run in part.split("\036")[:-1]] for part in record.read_text().split("\035")[1:]
+    ]

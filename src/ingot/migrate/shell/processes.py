@@ -3,7 +3,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingot.errors import ConfigError
@@ -14,8 +14,10 @@ from ingot.migrate.shell.variables import Variables
 
 NAMED = re.compile(r"pretrain\w*\.py")  # anywhere in a text
 SHELLS = re.compile(r"(?:^|/)(?:ba|da|z|k)?sh$")
-APART = re.compile(r"^(?:ssh|docker|podman|singularity|apptainer|kubectl|pdsh|sudo|su|env|--export.*|--env.*)$")
-ENVIRONMENTS = re.compile(r"(?:activate|conda\.sh|\.bashrc|\.bash_profile|\.profile|modules?\.sh|/etc/profile|\.env)$")
+APART = re.compile(r"^(?:ssh|docker|podman|singularity|apptainer|kubectl|pdsh|sudo|su|env|--export|--env.*)$")
+ENVIRONMENTS = re.compile(
+    r"(?:activate|conda\.sh|\.bashrc|\.bash_profile|\.profile|modules?\.sh|/etc/profile|\.env)\)?$"
+)
 HERE = re.compile(r"^\W*\$\(.*(?:dirname|pwd).*\)|^\$\(?BASH_SOURCE|^`.*(?:dirname|pwd).*`|^\$PWD")
 QUIET = (
     "echo",
@@ -77,13 +79,11 @@ class Processes(Variables):
 
     def _local_file(self, file: Text) -> Path | None:
         """A file next to the script: `./NAME`, or `$(dirname "$0")/NAME`."""
-        text = shown(file)
-        if any(piece.why for piece in file):
-            if not (file[0].why and HERE.search(file[0].text + file[0].why) and all(not p.why for p in file[1:])):
-                return None
-            text = shown(file[1:]).lstrip("/")
-        path = self.folder / text
-        return path if text and path.is_file() else None
+        pieces = [piece for piece in file if piece.text]
+        if pieces and pieces[0].why and HERE.search(pieces[0].text + pieces[0].why):
+            pieces = [replace(piece, text=piece.text.lstrip("/")) for piece in pieces[1:]]
+        path = self.folder / shown(tuple(pieces))
+        return path if pieces and not any(piece.why for piece in pieces) and path.is_file() else None
 
     def eval(self, words: list[Text], at: str, state: State) -> None:
         text = " ".join(map(shown, words))
@@ -119,11 +119,22 @@ class Processes(Variables):
                 self.body(self._parsed([words[i + 1]], command.at, child), child)
                 return
             i += 2 if texts[i] in ("-o", "+o") else 1
-        if i < len(words):
-            path = self._local_file(words[i])
+        self._run_file(words[i:], command, child, state)
+
+    def _submit(self, words: list[Text], command: Simple, state: State) -> None:
+        """`sbatch FILE`, or `sbatch <<EOF`."""
+        start = next((i for i, word in enumerate(words) if i and self._local_file(word)), len(words))
+        if start == len(words) and not command.here:
+            self.launches.append(Launch(command.at, words))
+        self._run_file(words[start:], command, self._child(words[:start], state), state)
+
+    def _run_file(self, words: list[Text], command: Simple, child: State, state: State) -> None:
+        """A script with its arguments, or without any, a here-document."""
+        if words:
+            path = self._local_file(words[0])
             if path and self.depth < 20:
                 self.depth += 1
-                child.values["@"] = Array(tuple(words[i + 1 :]))
+                child.values["@"] = Array(tuple(words[1:]))
                 self.body(parse(read_text(path), str(path)), child)
                 self.depth -= 1
             return
@@ -146,16 +157,31 @@ class Processes(Variables):
         for word in launcher:
             if match := re.match(r"([A-Za-z_]\w*)=", shown(word)):
                 child.fixed[match[1]] = "is set by the launcher"
+            if (listed := re.fullmatch(r"--export=(.+)", shown(word))) and listed[1] != "ALL":
+                self._keep_exports(listed[1].split(","), child)
             if APART.search(shown(word)):
                 child.values, child.fixed, child.wild = {}, {}, f"comes from the environment of {shown(word)}"
         child.values["@"] = Array(())
         return child
+
+    def _keep_exports(self, names: list[str], child: State) -> None:
+        """`--export=A,B` of Slurm."""
+        for name in child.values.keys() - set(names) if "ALL" not in names else ():
+            child.fixed[name] = "is not exported to the job"
+        for name, mark, value in (item.partition("=") for item in names):
+            if mark:
+                child.values[name], child.fixed = (
+                    (Fragment(value, ""),),
+                    {n: w for n, w in child.fixed.items() if n != name},
+                )
 
     def launch(self, first: str, words: list[Text], command: Simple, state: State) -> None:
         """A command of another program: a shell, a remote shell, or one that may train."""
         shell = next((i for i, word in enumerate(words) if SHELLS.search(plain(word) or "")), None)
         if shell is not None and first not in QUIET:
             self._shell(words, shell, command, state)
+        elif first == "sbatch":
+            self._submit(words, command, state)
         elif first == "ssh" and len(words) > 2:
             child = self._child(words[:1], state)
             self.body(self._parsed(words[1:], command.at, child), child)
