@@ -62,7 +62,7 @@ class PrepareOptions(Section):
     """train, val, train_small, ...: plain names; several only with --dataset."""
     documents: str = "file"
     """What is a document in a text file: file, line, paragraph (blank lines are between), or a SEPARATOR such as
-    '<|endoftext|>' or '\\n---\\n'."""
+    `<|endoftext|>` or `\\n---\\n`."""
     val_fraction: float | None = Field(None, gt=0, lt=1)
     """Hold out about this share of the documents as a split `val`, chosen by a hash of their text."""
     val_documents: int | None = Field(None, ge=1, le=1_000_000)
