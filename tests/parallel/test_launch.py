@@ -86,6 +86,24 @@ def test_ranks_with_different_configs_find_out_at_the_start(data: Path, tmp_path
         assert process.returncode == 2 and "rank 0 and rank 1 differ in config:" in errors
 
 
+def test_ranks_on_gpus_of_different_capability_are_refused(data: Path, tmp_path: Path) -> None:
+    """One would multiply in 8 bits and the other not, or attend by another kernel."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    from ingot.parallel.executors import device\n"
+        "    device.describe_capability = lambda _: f\"cuda {8 + int(os.environ['RANK'])}.0\"\n"
+    )
+    port = free_port()
+    common = [*TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", "parallel.join_timeout=30"]
+    for process in [start(*common, PYTHONPATH=str(hook), **rank(number, 2, port)) for number in range(2)]:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert "rank 0 and rank 1 differ in compute capability: cuda 8.0 and cuda 9.0" in errors
+
+
 @pytest.mark.parametrize("what", ["code", "data", "the number of processes"])
 def test_whatever_ranks_must_share_is_compared_and_both_values_shown(what: str) -> None:
     store, errors = dist.HashStore(), {}

@@ -65,6 +65,7 @@ def plan_execution(config: RunConfig, env: RankEnv, listener: RunListener) -> Ex
     is_distributed = env.world > 1 or config.parallel.shard == 1
     if is_distributed:
         check_distributed(config, layout)
+    devices.check_precision(config, device)
     check_cuda_graphs(config, device, is_distributed)
     compiled, why_compiled = devices.choose_compile(config, device, layout)
     listener.note(f"device {device.type}: {why_device}; precision {config.precision}, weights and optimizer in fp32")
@@ -123,6 +124,7 @@ def build_executor(config: RunConfig, plan: ExecutionPlan, inputs: Inputs, liste
     world.agree("start", {
         "config": hashlib.blake2b(config.model_dump_json().encode(), digest_size=8).hexdigest(),
         "layout": str(plan.layout), "code": code_hash(), "data": json.dumps(inputs.train.fingerprint()),
+        "torch": torch.__version__, "compute capability": devices.describe_capability(plan.device),
     })  # fmt: skip
     return build_distributed(config, plan.layout, world, plan.device, plan.compiled, listener)
 

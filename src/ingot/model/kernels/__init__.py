@@ -14,7 +14,7 @@ from ingot.config.model import ModelConfig
 from ingot.model.attention import SdpaAttention
 from ingot.model.gpt import GPT, Block
 from ingot.model.kernels.bf16_weights import Bf16Embedding, Bf16Linear, CopiedWeight, WorkingLinear
-from ingot.model.kernels.conditions import TRITON
+from ingot.model.kernels.conditions import why_no_triton
 from ingot.model.kernels.fp8 import Fp8Linear, fits_fp8, why_no_fp8
 from ingot.model.kernels.fused_attention import AlibiAttention, CudnnAttention, FusedAttention, choose_attention
 
@@ -41,8 +41,11 @@ def attach(
     if tensor_parallel:
         return notes
     use_bf16_weights(model.blocks, gathered_weights)
-    if TRITON and device.type == "cuda":
+    why = why_no_triton(device)
+    if why is None:
         _attach_triton(model, gathered_weights)
+    elif device.type == "cuda":
+        notes.append(f"plain torch instead of our kernels: {why}")
     return notes
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from ingot.model.kernels.bf16_weights import GatheredWeight, WorkingLinear
-from ingot.model.kernels.conditions import TRITON, autocast_dtype
+from ingot.model.kernels.conditions import TRITON, autocast_dtype, why_no_triton
 
 if TRITON:
     from ingot.model.kernels.fp8_quantize import quantize_both
@@ -49,7 +49,7 @@ def quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tens
 
 @library.custom_op("ingot::quantize", mutates_args=())
 def _quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if TRITON and x.is_cuda:
+    if why_no_triton(x.device) is None:
         return quantize_both(x.contiguous(), dtype, columns, LEAST)
     largest = x.abs().amax().float().clamp(min=LEAST)
     limit = torch.full_like(largest, torch.finfo(dtype).max)  # a tensor: a number would be divided by its reciprocal

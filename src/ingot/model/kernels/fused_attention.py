@@ -13,7 +13,7 @@ from ingot.config.model import ModelConfig
 from ingot.model.attention import Attend, Attention, KVCache, SdpaAttention
 from ingot.model.dropout import attention_keys
 from ingot.model.kernels.bf16_weights import linear_without_bias_grad
-from ingot.model.kernels.conditions import TRITON, autocast_dtype, kernels_apply
+from ingot.model.kernels.conditions import TRITON, autocast_dtype, kernels_apply, why_no_triton
 from ingot.model.kernels.cudnn_attention import cudnn_attention, why_no_cudnn
 
 MOST_WIDTH = 128  # of heads in our kernel: wider ones would not fit into the registers
@@ -39,8 +39,8 @@ def choose_attention(config: ModelConfig, device: torch.device, precision: str) 
         return "sdpa", f"{what}: {plain}, since our kernel for it needs a GPU"
     if precision == "fp32":
         return "sdpa", f"{what}: {plain}, since our kernel for it is not exact enough for fp32"
-    if not TRITON:
-        return "sdpa", f"{what}: {plain}, since our kernel for it needs Triton, which is not installed"
+    if why := why_no_triton(device):
+        return "sdpa", f"{what}: {plain} instead of our kernel: {why}"
     if config.head_width > MOST_WIDTH:
         return "sdpa", f"{what}: {plain}, since our kernel takes heads of up to {MOST_WIDTH}, not {config.head_width}"
     if what == "deterministic=true" and precision != "fp16":

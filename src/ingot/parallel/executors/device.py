@@ -11,6 +11,7 @@ import torch
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.model.kernels.conditions import LEAST_CAPABILITY, why_no_triton
 from ingot.model.precision import compute_dtype
 from ingot.parallel.layout import Layout
 
@@ -41,6 +42,24 @@ def choose_device(config: RunConfig, local_rank: int = 0) -> tuple[torch.device,
     return torch.device(kind, local_rank), why
 
 
+def check_precision(config: RunConfig, device: torch.device) -> None:
+    """Refuse matrix products that the GPU does not have. (Without 8-bit products, fp8 falls back to bf16.)"""
+    if device.type == "cuda" and config.precision in ("bf16", "fp8"):
+        found = torch.cuda.get_device_capability(device)
+        if found < LEAST_CAPABILITY:
+            raise ConfigError(
+                f"precision={config.precision} needs a GPU with compute capability 8.0 (Ampere) or later; "
+                f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; use precision=fp16 or fp32"
+            )
+
+
+def describe_capability(device: torch.device) -> str:
+    """What decides which kernels and matrix products a rank has: it must be the same on all."""
+    if device.type != "cuda":
+        return device.type
+    return "cuda {}.{}".format(*torch.cuda.get_device_capability(device))
+
+
 def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> tuple[bool, str]:
     """Whether to compile, and why."""
     if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
@@ -50,7 +69,8 @@ def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> t
     if config.compile != "auto":
         return config.compile, "on" if config.compile else "off"
     if device.type == "cuda":
-        return True, "on"
+        why = why_no_triton(device)
+        return why is None, "on" if why is None else f"off: {why}"
     return False, "off: compiling takes longer than it saves on a CPU"
 
 
@@ -87,6 +107,11 @@ def explaining_nondeterminism() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" in str(error):  # torch looks once, at the first product of a process
+            raise ConfigError(
+                "deterministic=true: this process multiplied matrices before CUBLAS_WORKSPACE_CONFIG was set; set the "
+                "environment variable to :4096:8 and start it again"
+            ) from error
         operation, found, _ = str(error).partition(" does not have a deterministic implementation")
         if not found:
             raise
