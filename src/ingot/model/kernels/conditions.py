@@ -23,8 +23,8 @@ def kernels_apply(x: Tensor) -> bool:
 
 @cache
 def why_no_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on a device; None if they can. The smallest of ours is compiled and compared with
-    its reference, since a driver that is too old only fails then."""
+    """Why Triton's kernels cannot run on a device; None if they can. Our smallest kernel is compiled and compared
+    with its reference, since a driver that is too old fails only then."""
     if device.type != "cuda":
         return "there is no GPU"
     if not TRITON:
