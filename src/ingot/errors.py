@@ -9,6 +9,7 @@ EXIT_FINISHED = 0
 EXIT_FAULT = 1  # a failure that a retry may fix
 EXIT_USER_ERROR = 2  # the same command would fail again
 EXIT_GIVEN_UP = 3  # retries did not help: the same failure twice, or no progress
+EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_CONTINUE = 75  # stopped on request after a checkpoint: the same command continues (EX_TEMPFAIL in sysexits.h)
 
 EXTRAS = {"hf": ("transformers>=5.0", "datasets>=4.0"), "tensorboard": ("tensorboard>=2.16",)}
@@ -51,6 +52,12 @@ def disk_error(action: str, path: object, error: OSError) -> DiskError:
     """The error for a failed write."""
     reason = error.strerror or str(error)
     return DiskError(f"cannot {action} {path}: {reason}; free some space or choose another folder")
+
+
+class Interrupted(IngotError):
+    """The user pressed Ctrl-C: not an error, and said without that word."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class MissingExtra(IngotError):

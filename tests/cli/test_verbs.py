@@ -38,13 +38,13 @@ def test_every_step_has_a_row_with_the_metric_names_of_dashboards(trained: Path)
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [row["time/batch"] for row in rows] == list(range(1, 13))
     names = {"loss/train/total", "metrics/train/LanguageCrossEntropy", "metrics/train/LanguagePerplexity", "time/batch",
-             "time/token", "throughput/tokens_per_sec", "throughput/device/mfu", "memory/peak_resident_mem",
+             "time/token", "throughput/tokens_per_sec", "memory/peak_resident_mem",
              "lr-DecoupledAdamW/group0", "l2_norm/grad/global", "time/remaining_estimate"}  # fmt: skip
     for row in rows:
         assert names <= row.keys()
         assert row["metrics/train/LanguagePerplexity"] == pytest.approx(math.exp(row["loss/train/total"]))
         assert row["time/token"] == row["time/batch"] * 8 * 32
-        assert 0 < row["throughput/device/mfu_causal"] < row["throughput/device/mfu"]
+        assert not [key for key in row if "mfu" in key]  # a CPU has no reliable peak
     evaluated = [row["time/batch"] for row in rows if "metrics/eval/BitsPerByte" in row]
     assert evaluated == [5, 10, 12]
     assert rows[-1]["loss/train/total"] < rows[0]["loss/train/total"] - 0.5

@@ -1,5 +1,6 @@
 """The `ingot` command."""
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import typer
 from ingot.cli.commands import OptionGroup, Verb
 from ingot.cli.usage_errors import usage_sentence
 from ingot.config.secrets import redact
-from ingot.errors import EXIT_USER_ERROR, ConfigError
+from ingot.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Interrupted
 from ingot.launch.supervisor.failure import exit_code_of
 from ingot.version import __version__
 
@@ -44,6 +45,7 @@ VERBS = {
         "doctor": "Check this machine, or the nodes of a cluster.",
     },
 }
+CONTINUES = {"prepare": "; the same command continues where it stopped"}  # after Ctrl-C; train says more
 _MODULES = {"import": "import_"}  # others are named like their verb
 
 
@@ -57,6 +59,16 @@ class IngotCommand(OptionGroup):
             for panel, verbs in VERBS.items()
             for name, summary in verbs.items()
         }
+
+    def invoke(self, ctx: Any) -> Any:
+        """typer would turn Ctrl-C into an exit code without words, and a closed pipe into a failure."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted(str(error) or f"interrupted{CONTINUES.get(ctx.invoked_subcommand, '')}") from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+            return EXIT_FINISHED
 
 
 app = typer.Typer(
@@ -111,9 +123,7 @@ def _run(arguments: list[str], debug: bool) -> int:
     try:
         code = app(arguments, prog_name="ingot", standalone_mode=False)
     except typer.Abort:
-        code = 130
-    except BrokenPipeError:
-        return 0
+        code = EXIT_INTERRUPTED
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error, file=sys.stderr)
@@ -125,8 +135,6 @@ def _run(arguments: list[str], debug: bool) -> int:
             path.write_text(redact(traceback.format_exc()), encoding="utf-8")
             print(f"the stack trace is in {path}", file=sys.stderr)
         raise
-    if code == 130:  # how typer returns Ctrl-C
-        raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
 

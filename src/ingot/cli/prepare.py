@@ -82,7 +82,7 @@ _options = options_from(
         "Workers and limits": [
             "num_workers", "memory", "share", "engine", "max_document_bytes", "max_expansion",
         ],
-        "Spellings of other stacks": set(PeerOptions.model_fields) - {"dataset", "data_subset"},
+        "Spellings of other stacks": set(PeerOptions.model_fields) - {"dataset", "data_subset", "verbose"},
     },
 )  # fmt: skip
 app = typer.Typer(add_completion=False)
@@ -118,6 +118,8 @@ def prepare(paths: Paths = None, **options: Any) -> None:
                 print(f"{where}: share {share} is done: {counts}")
             else:
                 _print_summary(where, made, report.seconds)
+                if request.peer.verbose:
+                    _print_lengths(made)
         if not split.share:
             print(f"train on it: {report.train_command}" if report.train_command else NO_TOKENS)
 
@@ -145,6 +147,9 @@ def _print_summary(where: str, split: Any, seconds: float) -> None:
         print(f"skipped: {count_of(split.skipped, 'bad record')}, {count_of(split.empty, 'empty document')}")
         for line in split.bad_records:
             print(f"  {line}")
+
+
+def _print_lengths(split: Any) -> None:
     if any(split.histogram):
         print("documents by length" + (" in tokens:" if split.tokens else " in bytes:"))
         largest = max(split.histogram)

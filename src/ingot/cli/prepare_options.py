@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from ingot.config.base import Section
 from ingot.data.prepare.options import PrepareOptions, check_options
 from ingot.data.sources.input_files import hub_source
@@ -39,6 +41,8 @@ class PeerOptions(Section):
     """End documents in PREFIX files, as Megatron does."""
     dataset_impl: str = "mmap"
     """GPT-NeoX's name for the indexed format; only mmap exists here."""
+    verbose: bool = Field(False, json_schema_extra={"flags": ["-v", "--verbose"]})
+    """Also show how long the documents are, and where the longest ones are."""
 
 
 @dataclass

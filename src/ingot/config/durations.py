@@ -99,3 +99,9 @@ class BatchClock:
     def interval(self, duration: Duration) -> int:
         """The number of batches between two events; 0 for never."""
         return max(1, round(self.batches(duration))) if duration.value > 0 else 0
+
+    def events_after(self, interval: Duration, batch: int) -> int:
+        """How many events follow a batch: at multiples of an interval (none for 0), and after the last batch."""
+        every, total = self.interval(interval), self.total_batches
+        regular = total // every - batch // every if every else 0
+        return regular + (batch < total and not (every and total % every == 0))

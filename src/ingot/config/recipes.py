@@ -39,10 +39,9 @@ def check_recipe(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if "=" not in argument or argument.startswith(("--", "model.", "model=")) or os.path.isfile(argument):
             return
-    names = ", ".join(recipe_names())
     raise ConfigError(
-        "the command names no recipe, so the model is unknown; add a recipe, a config file or model.* keys, for "
-        f"example `ingot train mpt-125m {' '.join(arguments[:1])}`; the recipes are {names}"
+        "the command names no recipe, so the model is unknown; add a recipe such as demo, pythia-14m or mpt-125m "
+        f"(`ingot recipes list` shows all), a config file or model.* keys: `ingot train mpt-125m {arguments[0]}`"
     )
 
 

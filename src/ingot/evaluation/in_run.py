@@ -87,6 +87,8 @@ class RunEvaluation:
         """Of the first validation set."""
         self.metrics: dict[str, float] = {}
         """Of the last evaluation."""
+        self.tokens = 0
+        """That the last evaluation read."""
 
     def agree(self, batch: int) -> None:
         """Leave out tasks that not all ranks could read, or read alike: before the first step that is an error."""
@@ -116,7 +118,7 @@ class RunEvaluation:
         tasks = [part for part in self.inputs.tasks if self._is_due(part.task.label, batch, everything)]
         per_set = [self._set_tokens(label) for label in sets]
         total, done = sum(per_set) + sum(part.tokens for part in tasks), 0
-        self.metrics = {}
+        self.metrics, self.tokens = {}, total
         for label, tokens in zip(sets, per_set, strict=True):
             self._validate(label, _reporter(label or "validation", done, total, report))
             done += tokens
@@ -132,9 +134,17 @@ class RunEvaluation:
             self.metrics |= named_composites(composite_scores(self.inputs.gauntlet, scores, lambda line: None))
         return self.metrics
 
+    def tokens_after(self, batch: int) -> int:
+        """The tokens of all evaluations that follow a batch."""
+        sizes = [(label, self._set_tokens(label)) for label in self.inputs.validation]
+        sizes += [(part.task.label, part.tokens) for part in self.inputs.tasks]
+        return sum(tokens * self.clock.events_after(self._interval(label), batch) for label, tokens in sizes)
+
+    def _interval(self, label: str) -> Duration:
+        return self.config.eval.intervals.get(label, self.config.eval_interval)
+
     def _is_due(self, label: str, batch: int, everything: bool) -> bool:
-        interval: Duration = self.config.eval.intervals.get(label, self.config.eval_interval)
-        every = self.clock.interval(interval)
+        every = self.clock.interval(self._interval(label))
         return everything or bool(every and batch % every == 0)
 
     def _validate(self, label: str, progress: Callable[[int], None]) -> None:

@@ -3,7 +3,11 @@
 Only rank 0 has a screen. It logs everything to logs/train.log; the other ranks log their notes to logs/rank-N.log.
 """
 
+import os
+import statistics
+import sys
 import time
+from collections import deque
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -18,25 +22,49 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import LOGS
 
 PLAIN_SECONDS = 1.0  # minimum time between plain lines, except for evaluations and the last batch
-WIDE = 140  # columns of a screen whose bar shows all figures; on a narrower one, loss and speed
+SPEED_ROWS = 32  # the speed shown is the median over these; metrics.jsonl has that of every row
+LEAST_BAR = 4  # columns of the bar; figures that leave less are dropped
 
 
-class _Remaining(ProgressColumn):
-    """The trainer's own estimate, from the step time rather than from how fast the bar was redrawn."""
+class _Figures(ProgressColumn):
+    """Loss, speed and ETA, as many as fit; on a wide screen also gradient, learning rate and utilization."""
+
+    def __init__(self, screen: Screen):
+        self.screen = screen
+        super().__init__(Column(no_wrap=True))
+
+    def get_renderable_cache_key(self) -> None: ...
 
     def render(self, task: Task) -> Text:
-        return Text(f"ETA {task.fields['eta']}", style="cyan")
+        room = self.screen.width - len(task.description) - LEAST_BAR - 2  # a space on both sides of the bar
+        row, eta = task.fields["row"], f"ETA {task.fields['eta']}"
+        loss, *others = _main_figures(row) or [""]
+        lines = [f"{_figures(row)} {eta}", f"{' | '.join([loss, *others])} {eta}", " | ".join([loss, *others]), loss]
+        fitting = next((line for line in lines if len(line) <= room), "")
+        text = Text(fitting)
+        if fitting.endswith(eta):
+            text.stylize("cyan", len(fitting) - len(eta))
+        return text
+
+
+class _Output(Screen):
+    """Standard output. If its reader ends (`| head`, or Ctrl-C in front of `| tee`), the run goes on and only logs."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Console(RunListener):
     """Prints and logs decisions, progress and evaluations."""
 
     def __init__(self, folder: str, rank: int = 0):
-        self.screen = Screen(highlight=False, soft_wrap=True) if rank == 0 else None
+        self.screen = _Output(highlight=False, soft_wrap=True) if rank == 0 else None
         self.log_path = Path(folder) / LOGS / ("train.log" if rank == 0 else f"rank-{rank}.log")
         self.log: IO[str] | None = None
         self.early: list[str] = []  # lines from before the run folder exists
         self.total = 0
+        self.speeds: deque[float] = deque(maxlen=SPEED_ROWS)
         self.last_line = 0.0
         self.bar: Progress | None = None
         self.evaluation_start: float | None = None
@@ -54,15 +82,17 @@ class Console(RunListener):
             self._log(line)
         if self.screen is not None and self.screen.is_terminal and batch < total:
             bar = BarColumn(bar_width=None)  # what the texts leave
-            eta = _Remaining(Column(no_wrap=True))
-            columns = TextColumn("{task.description}"), bar, TextColumn("{task.fields[figures]}"), eta
-            self.bar = Progress(*columns, console=self.screen, expand=True)
-            self.task = self.bar.add_task(f"batch {batch}/{total}", total=total, completed=batch, figures="", eta="?")
+            where = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+            self.bar = Progress(where, bar, _Figures(self.screen), console=self.screen, expand=True)
+            self.task = self.bar.add_task(f"batch {batch}/{total}", total=total, completed=batch, row={}, eta="?")
             self.bar.start()
 
     def row(self, row: Row, batch: int) -> None:
         if self.screen is None:
             return
+        if "throughput/tokens_per_sec" in row:
+            self.speeds.append(row["throughput/tokens_per_sec"])
+            row = {**row, "throughput/tokens_per_sec": statistics.median(self.speeds)}
         where, figures, eta = f"batch {batch}/{self.total}", _figures(row), _clock(row.get("time/remaining_estimate"))
         self.evaluation_start = None
         lines = _evaluations(row)
@@ -70,8 +100,7 @@ class Console(RunListener):
         told = [f"{figures} | ETA {eta}"] if figures else []
         line = f"[batch={batch}/{self.total}] {' | '.join([*told, *lines[:1]])}"
         if self.bar is not None:
-            shown = figures if self.screen.width >= WIDE else _main_figures(row)
-            self.bar.update(self.task, completed=batch, description=where, figures=shown, eta=eta)
+            self.bar.update(self.task, completed=batch, description=where, row=row, eta=eta)
             for text in lines:
                 self.screen.print(f"[batch={batch}/{self.total}] {text}", markup=False)
         elif evaluation or batch == self.total or time.monotonic() - self.last_line >= PLAIN_SECONDS:
@@ -124,19 +153,17 @@ def _figures(row: Row) -> str:
     if "loss/train/total" not in row:
         return ""
     rate = next(value for key, value in row.items() if key.startswith("lr-"))
-    return " | ".join([
-        f"loss {row['loss/train/total']:.4f}",
-        f"grad {row['l2_norm/grad/global']:.3g}",
-        f"lr {rate:.2e}",
-        f"{row['throughput/tokens_per_sec']:,.0f} tok/s",
-        f"MFU {row['throughput/device/mfu']:.1%} (causal {row['throughput/device/mfu_causal']:.1%})",
-    ])  # fmt: skip
+    loss, speed = _main_figures(row)
+    figures = [loss, f"grad {row['l2_norm/grad/global']:.3g}", f"lr {rate:.2e}", speed]
+    if "throughput/device/mfu" in row:  # not on a CPU
+        figures.append(f"MFU {row['throughput/device/mfu']:.1%} (causal {row['throughput/device/mfu_causal']:.1%})")
+    return " | ".join(figures)
 
 
-def _main_figures(row: Row) -> str:
+def _main_figures(row: Row) -> list[str]:
     if "loss/train/total" not in row:
-        return ""
-    return f"loss {row['loss/train/total']:.4f} | {row['throughput/tokens_per_sec']:,.0f} tok/s"
+        return []
+    return [f"loss {row['loss/train/total']:.4f}", f"{row['throughput/tokens_per_sec']:,.0f} tok/s"]
 
 
 def _evaluations(row: Row) -> list[str]:

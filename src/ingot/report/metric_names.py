@@ -11,7 +11,8 @@ METRICS: dict[str, str] = {
     "time/token/NAME": "Of those, the tokens from source NAME of a mixture.",
     "time/epoch": "Passes over the training data so far, as a fraction.",
     "time/train": "Hours spent in the training loop, over all starts of the run.",
-    "time/remaining_estimate": "Hours to the end at the current speed, without evaluations to come.",
+    "time/remaining_estimate": "Hours to the end: the median time of recent batches for those that remain, plus "
+    "the evaluations and saves to come.",
     # learning
     "loss/train/total": "Cross entropy per token over the global batch, in nats.",
     "metrics/train/LanguageCrossEntropy": "The same under Composer's name.",
@@ -31,11 +32,11 @@ METRICS: dict[str, str] = {
     # speed
     "throughput/batches_per_sec": "Batches per second since the last row, without time spent on checkpoints.",
     "throughput/samples_per_sec": "Sequences per second, all devices together.",
-    "throughput/tokens_per_sec": "Tokens per second, all devices together.",
-    "throughput/device/tokens_per_sec": "Tokens per second and device.",
+    "throughput/tokens_per_sec": "Tokens per second, all devices together, without padding.",
+    "throughput/device/tokens_per_sec": "The same per device.",
     "throughput/device/mfu": "Model FLOP utilization: floating-point operations of the model per second, as a "
-    "fraction of the device's peak. Counts 6N + 12 L d S operations per token, as PaLM does. On a CPU the "
-    "peak is one measured matrix product, so the value is rough.",
+    "fraction of the device's peak. Counts 6N + 12 L d S operations per token, as PaLM does. On a GPU "
+    "only: a CPU has no reliable peak.",
     "throughput/device/mfu_causal": "The same with only the half of attention that a causal model needs.",
     # where the time goes
     "time/data": "Fraction of the time that this rank waited for data.",

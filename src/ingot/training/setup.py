@@ -31,6 +31,8 @@ from ingot.training.runtime.run_folder import ResumeState
 from ingot.training.runtime.stop import start_compilers
 from ingot.version import code_hash
 
+MUCH_PADDING = 0.1  # of the positions of an epoch, from which on a warning is due
+
 
 @dataclass(frozen=True)
 class ExecutionPlan:
@@ -84,6 +86,12 @@ def open_inputs(config: RunConfig, listener: RunListener) -> Inputs:
     shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     train = open_dataset(config.sources.train, *shape)
     listener.note(f"data {train.describe()}")
+    if train.padding_share >= MUCH_PADDING:
+        fitting = "a smaller max_seq_len" if config.sources.train.mix else f"max_seq_len={_unpadded_length(train)}"
+        listener.warn(
+            f"{train.padding_share:.1%} of each epoch is padding: the training data has {train.tokens:,} tokens, and a "
+            f"sequence {config.max_seq_len:,}; set {fitting}, or train on more text"
+        )
     tokenizer = _open_tokenizer(config, train)
     evaluated = open_tasks(config, tokenizer, listener, has_trained=_has_trained(config))
     evaluated.validation = {label: open_dataset(s, *shape) for label, s in config.sources.eval_sources.items()}
@@ -97,6 +105,11 @@ def _has_trained(config: RunConfig) -> bool:
     """Whether the run folder shows that an earlier start passed the first step."""
     metrics = Path(config.run_folder) / METRICS
     return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def _unpadded_length(data: Dataset) -> int:
+    """The longest sequence of which as many as now hold the data with next to no padding."""
+    return -(-(data.tokens - 1) // data.samples)
 
 
 def _open_tokenizer(config: RunConfig, data: Dataset) -> Tokenizer | None:

@@ -18,6 +18,7 @@ from ingot.parallel.executors.base import Executor
 from ingot.parallel.executors.device import memory_metrics, peak_flops
 from ingot.training.listener import Row
 from ingot.training.progress import Progress
+from ingot.training.runtime.remaining_time import RemainingTime
 from ingot.training.step import StepResult
 
 PEAK_MEMORY = ("memory/peak_reserved_mem", "memory/peak_resident_mem")  # on a GPU, on a CPU
@@ -26,13 +27,18 @@ PEAK_MEMORY = ("memory/peak_reserved_mem", "memory/peak_resident_mem")  # on a G
 class StepMeter:
     """Measures the batches since the last row, and makes rows of them."""
 
-    def __init__(self, config: RunConfig, executor: Executor, data: Dataset, compiled: bool):
-        self.config, self.executor, self.data = config, executor, data
+    def __init__(self, config: RunConfig, executor: Executor, data: Dataset, compiled: bool, remaining: RemainingTime):
+        self.config, self.executor, self.data, self.remaining = config, executor, data, remaining
         self.samples_per_batch = config.global_train_batch_size
         self.tokens_per_batch = config.global_train_batch_size * config.max_seq_len
         self.flops = flops_per_token(config.model, config.max_seq_len)
         self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
-        self.peak, self.peak_source = peak_flops(executor.device, config.precision)
+        self.peak: float | None = None
+        """FLOP/s of the device. None for a CPU: its clock varies and other processes share its cores, so a matrix
+        product timed once may be several times slower than training."""
+        self.peak_source = ""
+        if executor.device.type == "cuda":
+            self.peak, self.peak_source = peak_flops(executor.device, config.precision)
         self.stragglers = StragglerWatch()
         self.loss: float | None = None
         """Of the last row."""
@@ -52,7 +58,10 @@ class StepMeter:
         """Count the seconds within as waiting for `data` or `checkpoint`."""
         began = time.perf_counter()
         yield
-        self._waited[what] += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._waited[what] += seconds
+        if what == "checkpoint":
+            self.remaining.add_save(seconds)
 
     def next_batch(self, batches: Iterator[Batch]) -> Batch:
         """The next batch, counted, and the wait for it measured."""
@@ -85,13 +94,18 @@ class StepMeter:
             **memory_metrics(self.executor.device),
         }
         elapsed = time.perf_counter() - self._start
-        batches_per_second = self._batches / (elapsed - self._waited["checkpoint"])
+        seconds = elapsed - self._waited["checkpoint"]
+        batches_per_second = self._batches / seconds
         progress.train_seconds += elapsed
         row["time/train"] = progress.train_seconds / 3600
         row |= self._throughput(batches_per_second) | self._times(elapsed)
         row |= self._over_ranks(row, elapsed)
-        if not self._compiling or progress.is_last:
-            row["time/remaining_estimate"] = (progress.total - progress.batch) / batches_per_second / 3600
+        if not self._compiling:
+            self.remaining.add_batches(self._batches, seconds)
+        if progress.is_last:
+            row["time/remaining_estimate"] = 0.0
+        elif (remaining := self.remaining.seconds_after(progress.batch)) is not None:
+            row["time/remaining_estimate"] = remaining / 3600
         self._compiling = False
         return row
 
@@ -104,16 +118,18 @@ class StepMeter:
         self.executor.stop_comm_timer()
 
     def _throughput(self, batches_per_second: float) -> Row:
-        tokens = batches_per_second * self.tokens_per_batch
+        tokens = batches_per_second * self.tokens_per_batch * (1 - self.data.padding_share)
         per_device = tokens / self.executor.layout.size
-        return {
+        row = {
             "throughput/batches_per_sec": batches_per_second,
             "throughput/samples_per_sec": batches_per_second * self.samples_per_batch,
             "throughput/tokens_per_sec": tokens,
             "throughput/device/tokens_per_sec": per_device,
-            "throughput/device/mfu": per_device * self.flops / self.peak,
-            "throughput/device/mfu_causal": per_device * self.causal_flops / self.peak,
         }
+        if self.peak is not None:
+            row["throughput/device/mfu"] = per_device * self.flops / self.peak
+            row["throughput/device/mfu_causal"] = per_device * self.causal_flops / self.peak
+        return row
 
     def _times(self, elapsed: float) -> Row:
         row = {f"time/{what}": seconds / elapsed for what, seconds in self._waited.items()}

@@ -5,6 +5,7 @@ killed run resumes from its last checkpoint exactly where it would have been.
 """
 
 import json
+import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from ingot.training.microbatch_search import choose_microbatch, recording_oom
 from ingot.training.optimizer import Optimizer
 from ingot.training.progress import Progress
 from ingot.training.runtime.gc_control import GcControl
+from ingot.training.runtime.remaining_time import RemainingTime
 from ingot.training.runtime.run_files import GUARDS
 from ingot.training.runtime.run_folder import changed_keys, read_state
 from ingot.training.runtime.session import RunSession
@@ -56,12 +58,18 @@ class Result:
 
 def train(config: RunConfig, listener: RunListener, fresh: bool = False) -> Result:
     """Train a run to its end, continuing it if its folder holds a checkpoint."""
-    with explaining_nondeterminism(), ExitStack() as cleanup:
-        cleanup.callback(listener.end)
-        trainer = Trainer(config, listener, cleanup, fresh)
-        result = trainer.fit()
-        trainer.executor.close()
-        return result
+    trainer = None
+    try:
+        with explaining_nondeterminism(), ExitStack() as cleanup:
+            cleanup.callback(listener.end)
+            trainer = Trainer(config, listener, cleanup, fresh)
+            result = trainer.fit()
+            trainer.executor.close()
+            return result
+    except KeyboardInterrupt:
+        if trainer is None:
+            raise KeyboardInterrupt("interrupted before the first step") from None
+        raise trainer.interrupted() from None  # now that a save in flight has ended
 
 
 class Trainer:
@@ -72,7 +80,8 @@ class Trainer:
         env = find_rank_env()
         self.run = RunSession(config, env.rank)
         cleanup.callback(self.run.close)
-        self.stop = StopRequest(self.run.folder, config.max_wall_time.seconds if config.max_wall_time else None)
+        limit = config.max_wall_time.seconds if config.max_wall_time else None
+        self.stop = StopRequest(self.run.folder, limit, is_alone=env.world == 1)
         cleanup.callback(self.stop.close)
         plan = plan_execution(config, env, listener)
         self.inputs = open_inputs(config, listener)
@@ -89,12 +98,14 @@ class Trainer:
             decisions = choose_microbatch(config, executor, self.run.folder, fresh)
         for decision in decisions:
             listener.note(decision)
-        self.meter = StepMeter(config, executor, self.inputs.train, plan.compiled)
-        cleanup.callback(self.meter.close)
-        listener.note(f"peak {self.meter.peak / 1e12:.3g} TFLOP/s for utilization ({self.meter.peak_source})")
         self.evaluation = RunEvaluation(
             config, self.inputs.clock, executor, self.inputs.evaluated, self.inputs.tokenizer, listener
         )
+        self.remaining = RemainingTime(self.inputs.clock, config.save_interval, self.evaluation.tokens_after)
+        self.meter = StepMeter(config, executor, self.inputs.train, plan.compiled, self.remaining)
+        cleanup.callback(self.meter.close)
+        if self.meter.peak is not None:
+            listener.note(f"peak {self.meter.peak / 1e12:.3g} TFLOP/s for utilization ({self.meter.peak_source})")
         self.guard = Guard(config.guards, executor, scaled=self.scaler.enabled)
         self.run.open(fresh)
         if self.run.is_owner:
@@ -124,6 +135,7 @@ class Trainer:
         with closing(GcControl()) as garbage:
             while progress.batch < progress.total and not reason:
                 run.heartbeat.step(progress.batch)
+                self.stop.doing = f"step {progress.batch + 1}"
                 batch = meter.next_batch(batches)
                 progress.batch += 1
                 save_due = progress.is_last or self.checkpointer.is_due(progress.batch)
@@ -165,7 +177,17 @@ class Trainer:
             self.listener.evaluating(what, done, total)
 
         self.run.heartbeat.pause()
-        return self.evaluation.run(self.progress.batch, self.progress.is_last, report)
+        self.stop.doing = f"the evaluation after step {self.progress.batch}"
+        began = time.perf_counter()
+        metrics = self.evaluation.run(self.progress.batch, self.progress.is_last, report)
+        self.remaining.add_evaluation(self.evaluation.tokens, time.perf_counter() - began)
+        return metrics
+
+    def interrupted(self) -> KeyboardInterrupt:
+        """What a second Ctrl-C leaves behind."""
+        saved = self.checkpointer.writer.saved_step
+        then = "starts over, since nothing was saved yet" if saved is None else f"continues from step {saved}"
+        return KeyboardInterrupt(f"stopped now, during {self.stop.doing or 'start-up'}; the same command {then}")
 
     def _open_batches(self) -> Generator[Batch, None, None]:
         """This rank's part of the batches that are still to come."""

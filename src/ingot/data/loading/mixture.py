@@ -83,6 +83,7 @@ class Mixture(Dataset):
         total = sum(self.shares)
         weighted = [(d.bytes_per_token or 0.0) * n / total for d, n in zip(self._datasets, self.shares, strict=True)]
         self.bytes_per_token = sum(weighted) if all(weighted) else None
+        self.padding_share = sum(d.padding_share * n for d, n in zip(self._datasets, self.shares, strict=True)) / total
         self._announced = range(0)
         shares = dict(zip(self.names, self.shares, strict=True))
         self.stage = MixtureStage(0, shares, dict.fromkeys(self.names, 0), rule)

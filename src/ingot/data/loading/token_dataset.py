@@ -60,6 +60,7 @@ class Dataset(Protocol):
     seq_len: int
     tokenizer_folder: Path | None  # the tokenizer that made the data, if it is stored with it
     bytes_per_token: float | None  # bytes of text, if known
+    padding_share: float  # of the positions of an epoch: the last sample may be short
 
     def describe(self) -> str:
         """One line for the console."""
@@ -115,6 +116,7 @@ class TokenDataset(Dataset):
                 f"{self.where} is empty: {self.tokens} tokens, and training needs at least 2; prepare it again"
             )
         self.samples = -(-(self.tokens - 1) // self.seq_len)
+        self.padding_share = 1 - (self.tokens - 1) / (self.samples * self.seq_len)
         self.bytes_per_token = self.meta.bytes / stored if self.meta.bytes else None
         self._first = np.concatenate([[0], np.cumsum(np.asarray(shard_tokens, np.int64))]).tolist()  # token of shard
         self._open: dict[int, TokenShard] = {}  # in the order of opening

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.config.secrets import redact
-from ingot.errors import EXIT_FAULT, IngotError
+from ingot.errors import EXIT_FAULT, EXIT_INTERRUPTED, IngotError, Interrupted
 
 FAILURE_VARIABLE = "INGOT_FAILURE_FILE"
 FINAL_KINDS = ("user", "data", "numeric")  # would fail again
@@ -45,10 +45,12 @@ def exit_code_of(action: Callable[[], int], hint: str = "") -> int:
     """Run something. A failure is recorded and printed as one sentence; `hint` follows an unforeseen one."""
     try:
         return action()
+    except Interrupted as error:
+        return _fail(str(error), error.exit_code)
     except IngotError as error:
         return _fail(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        return _fail("interrupted; the same command continues from the last checkpoint, if there is one", 130)
+    except KeyboardInterrupt as error:
+        return _fail(str(error) or "interrupted", EXIT_INTERRUPTED)
     except Exception as error:
         return _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT)
 

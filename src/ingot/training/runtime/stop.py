@@ -1,18 +1,21 @@
 """Stop requests: the run saves after the current step and ends, on all ranks after the same step.
 
 SIGTERM, SIGUSR2, SIGHUP (the terminal is lost), one SIGINT (Ctrl-C), a file STOP in the run folder and `max_wall_time`
-request a stop; a second SIGINT stops immediately. A request may reach only one rank, so all ranks reduce a flag in the
-background while a step runs and read it afterwards. Nothing on the device waits for it.
+request a stop; a second SIGINT, or one during start-up, stops immediately. A request may reach only one rank, so all
+ranks reduce a flag in the background while a step runs and read it afterwards. Nothing on the device waits for it.
 """
 
+import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from ingot.parallel.executors.base import Executor
 from ingot.training.runtime.hangup import ignores_hangup, leave_terminal
+from ingot.training.runtime.heartbeat import VARIABLE as HEARTBEAT
 from ingot.training.runtime.run_files import STOP
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
@@ -37,11 +40,23 @@ def start_compilers() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def say(text: str) -> None:
+    """Write a line to standard error from a signal handler: without buffers, which the handler may have interrupted.
+    On a terminal it replaces the progress bar, which is drawn again below."""
+    clear = "\r\x1b[2K" if os.isatty(2) else ""
+    with suppress(OSError):
+        os.write(2, f"{clear}{text}\n".encode())
+
+
 class StopRequest:
     """Receives stop requests of this rank. Signals are only handled if it is created in the main thread."""
 
-    def __init__(self, folder: Path, max_seconds: float | None):
+    def __init__(self, folder: Path, max_seconds: float | None, is_alone: bool = False):
         self.folder = folder
+        self.doing = ""
+        """What must end before the run can stop, such as `step 12`; empty during start-up."""
+        self.answers = is_alone and HEARTBEAT not in os.environ
+        """Whether this process answers Ctrl-C; if a launcher supervises it, the launcher does."""
         self.deadline = time.monotonic() + max_seconds if max_seconds is not None else None
         self.number = 0
         self.last_check = 0.0
@@ -54,8 +69,11 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.number == REASONS.index("SIGINT"):
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            if self.number == REASONS.index("SIGINT") or (self.answers and not self.doing):
+                raise KeyboardInterrupt
+            if self.answers:
+                say(f"finishing {self.doing}, then saving; press Ctrl-C again to stop now")
         if number == signal.SIGHUP:
             leave_terminal()
         self.number = REASONS.index(signal.Signals(number).name)
