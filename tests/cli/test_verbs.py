@@ -73,7 +73,7 @@ def test_bits_per_byte_is_the_loss_over_the_bytes_of_the_text(trained: Path, dat
     from ingot.data.tokenizer import load_tokenizer
     from ingot.evaluation.run import evaluate_run
 
-    result, _ = evaluate_run(trained, [])
+    result, _ = evaluate_run(trained, [])[""]
     text = (data / "text" / "val.txt").read_text()
     # every token but the first is predicted, and the end-of-document tokens stand for no text
     first = len(load_tokenizer(data / "tokenizer").decode(load_tokenizer(data / "tokenizer").encode(text)[:1]).encode())
