@@ -309,6 +309,24 @@ def test_a_manifest_that_could_not_be_read_is_not_written(tmp_path: Path, monkey
     read_manifest(run / "checkpoints" / "2")
 
 
+@pytest.mark.parametrize(("kind", "prepared"), [("sharded", 1), ("full", 0)])
+def test_memory_for_the_first_save_is_prepared_once_unless_that_would_gather_all_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, prepared: int
+) -> None:
+    calls: list[Tensors] = []
+    monkeypatch.setattr(AsyncWriter, "prepare", lambda self, tensors: calls.append(tensors))
+    config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}", f"state_dict_type={kind}"])
+    weight = torch.zeros(4)
+    executor: Any = SimpleNamespace(
+        parameters=[NamedParameter("x", weight)], parameter_shapes={"x": (4,)}, coordinator=LocalCoordinator()
+    )
+    unused: Any = None
+    saving = Checkpointer(config, unused, executor, Optimizer(config.optimizer, {weight: "x"}), unused)
+    for _ in range(3):
+        saving.after_step()
+    assert len(calls) == prepared
+
+
 def test_an_estimate_somewhat_above_the_limit_of_a_manifest_is_left_to_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
