@@ -95,9 +95,10 @@ class CrossEntropy(nn.Module):
 
     def _judge(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = F.linear(hidden, weight)[:, : self.vocab_size].float()  # [P, V]
-        total = logits.logsumexp(1)
-        own = logits.gather(1, targets[:, None])[:, 0]
-        return torch.stack([own - total, (logits.amax(1) - total).exp(), logits.argmax(1).float()], 1)
+        own, first = logits.gather(1, targets[:, None]), logits.argmax(1, keepdim=True)  # [P, 1]
+        top = logits.gather(1, first)
+        total = top + logits.sub_(top).exp_().sum(1, keepdim=True).log()  # in place: these are the largest tensors
+        return torch.cat([own - total, (top - total).exp(), first.float()], 1)
 
 
 class GPT(nn.Module):

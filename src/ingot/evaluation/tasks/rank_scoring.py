@@ -13,9 +13,9 @@ from torch import Tensor
 from ingot.config.model import ModelConfig
 from ingot.data.tokenizer import Tokenizer
 from ingot.evaluation.tasks.answering import cut, generate_answers
-from ingot.evaluation.tasks.packing import PackedBatch, make_unit, pack
+from ingot.evaluation.tasks.packing import Unit, make_units, pack
 from ingot.evaluation.tasks.prompts import PromptRow, Question
-from ingot.evaluation.tasks.scoring import RowScore
+from ingot.evaluation.tasks.scoring import RowScore, ScoreTable, shapes_for, to_device
 from ingot.model.branch_attention import PADDING, TokenRows
 from ingot.parallel.executors.base import Executor
 from ingot.parallel.loss_model import uncompiled
@@ -28,31 +28,24 @@ class RankScorer:
 
     def __init__(self, executor: Executor, config: ModelConfig, precision: str, batch_tokens: int):
         self.executor, self.precision, self.batch_tokens = executor, precision, batch_tokens
-        # masks between documents count end-of-document tokens from the start of a row: one row holds one sequence
-        self._packs = not (config.document_mask or config.document_positions) or config.eos_token_id is None
+        self.shapes = shapes_for(config, batch_tokens, alone=False)  # layouts cut rows: one kind of them
 
     def score(
         self, questions: Sequence[Sequence[PromptRow]], progress: Callable[[int], None] = lambda tokens: None
     ) -> list[list[RowScore]]:
         """The scores of each question's rows, on all ranks. `progress` receives the tokens of each batch."""
-        rows = [row for question in questions for row in question]
-        lengths = [len(row.continuation) for row in rows]
-        starts = np.cumsum([0, *lengths])
-        batches = list(pack(self._own_units(questions), rows, self.batch_tokens, self._packs))
-        table = torch.zeros(int(starts[-1]), 3, dtype=torch.float64, device=self.executor.device)
+        table = ScoreTable(questions)
+        batches = list(pack(self._own_units(questions), table.rows, self.shapes))
+        found = torch.zeros(table.tokens, 3, dtype=torch.float64, device=self.executor.device)
         with self.executor.evaluating():
             for number in range(self._rounds(len(batches))):
                 batch = batches[number] if number < len(batches) else None
-                scores = self.executor.token_scores(self._rows(batch) if batch else self._nothing())
+                rows = to_device(batch, self.executor.device) if batch else self._nothing()
+                scores = self.executor.token_scores(rows)
                 progress(batch.tokens.size * self.executor.layout.data if batch else 0)
                 if batch:
-                    table[self._on_device(_places(batch, starts))] += scores.double()
-        found = self.executor.sum_loss(table).cpu().numpy()
-        scored = [
-            _row_score(found[start : start + n], row) for start, n, row in zip(starts, lengths, rows, strict=False)
-        ]
-        ends = np.cumsum([len(question) for question in questions]).tolist()
-        return [scored[end - len(question) : end] for question, end in zip(questions, ends, strict=True)]
+                    found[self._on_device(table.places(batch))] += scores.double()
+        return table.by_question(self.executor.sum_loss(found).cpu().numpy())
 
     def generate(
         self, questions: Sequence[Question], tokenizer: Tokenizer, stops: Sequence[str],
@@ -115,24 +108,12 @@ class RankScorer:
                 done[number] = token == tokenizer.eos_id or any(stop in text for stop in stops)
         return written
 
-    def _own_units(self, questions: Sequence[Sequence[PromptRow]]) -> list:
-        units, start = [], 0
-        for question in questions:
-            numbers = range(start, start + len(question))
-            groups = [numbers] if self._packs else [range(n, n + 1) for n in numbers]
-            units += [make_unit(group, [question[n - start] for n in group]) for group in groups]
-            start += len(question)
-        units.sort(key=lambda unit: -unit.tokens)
+    def _own_units(self, questions: Sequence[Sequence[PromptRow]]) -> list[Unit]:
+        units = sorted(make_units(questions, self.shapes.shares), key=lambda unit: -unit.tokens)
         return units[self.executor.data_rank :: self.executor.layout.data]
 
     def _rounds(self, own: int) -> int:
         return int(max(row[0] for row in self.executor.all_gather([float(own)])))
-
-    def _rows(self, batch: PackedBatch) -> TokenRows:
-        at = np.array(batch.at, np.int64).reshape(-1, 2)
-        arrays = (batch.tokens, batch.question, batch.branch, batch.position, at[:, 0], at[:, 1],
-                  np.array(batch.targets, np.int64))  # fmt: skip
-        return TokenRows(*map(self._on_device, arrays), has_branches=self._packs)
 
     def _last_tokens(self, rows: Sequence[Sequence[int]]) -> TokenRows:
         """Rows of which the token after the last one is wanted."""
@@ -146,26 +127,14 @@ class RankScorer:
         columns = np.array([len(row) - 1 for row in rows], np.int64)
         lines = np.arange(len(rows))
         arrays = (tokens, question, np.zeros_like(tokens), position, lines, columns, np.zeros_like(lines))
-        return TokenRows(*map(self._on_device, arrays), has_branches=self._packs)
+        return TokenRows(*map(self._on_device, arrays), has_branches=self.shapes.shares)
 
     def _nothing(self) -> TokenRows:
         """A row in which nothing is scored."""
         nowhere = np.zeros(0, np.int64)
         row = np.zeros((1, _ROUND), np.int64)
         arrays = (row, row, row, np.arange(_ROUND)[None], nowhere, nowhere, nowhere)
-        return TokenRows(*map(self._on_device, arrays), has_branches=self._packs)
+        return TokenRows(*map(self._on_device, arrays), has_branches=self.shapes.shares)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.executor.device)
-
-
-def _places(batch: PackedBatch, starts: np.ndarray) -> np.ndarray:
-    """Where the scores of a batch go in the table of all scored tokens; those of a row follow each other."""
-    owners = np.array(batch.owners, np.int64)
-    is_first = np.diff(owners, prepend=-1) != 0
-    first = np.maximum.accumulate(np.where(is_first, np.arange(len(owners)), 0))
-    return starts[owners] + np.arange(len(owners)) - first
-
-
-def _row_score(scores: np.ndarray, row: PromptRow) -> RowScore:
-    return RowScore(scores[:, 0].tolist(), scores[:, 1].tolist(), bool((scores[:, 2] == row.continuation).all()))
