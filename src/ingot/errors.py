@@ -12,7 +12,11 @@ EXIT_GIVEN_UP = 3  # retries did not help: the same failure twice, or no progres
 EXIT_INTERRUPTED = 130  # Ctrl-C
 EXIT_CONTINUE = 75  # stopped on request after a checkpoint: the same command continues (EX_TEMPFAIL in sysexits.h)
 
-EXTRAS = {"hf": ("transformers>=5.0", "datasets>=4.0"), "tensorboard": ("tensorboard>=2.16",)}
+EXTRAS = {
+    "eval": ("lm-eval>=0.4.13,<0.5",),
+    "hf": ("transformers>=5.0", "datasets>=4.0"),
+    "tensorboard": ("tensorboard>=2.16",),
+}
 """Optional packages, as in pyproject.toml (a test compares them)."""
 
 

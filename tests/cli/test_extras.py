@@ -12,6 +12,7 @@ from ingot.errors import EXTRAS, MissingExtra
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
+    "eval": "pip install 'lm-eval>=0.4.13,<0.5'",
     "hf": "pip install 'transformers>=5.0' 'datasets>=4.0'",
     "tensorboard": "pip install 'tensorboard>=2.16'",
 }
@@ -26,7 +27,7 @@ def without(tmp_path: Path) -> dict[str, str]:
     hide.mkdir()
     (hide / "sitecustomize.py").write_text(
         "import importlib.util, sys\n"
-        "names = ('transformers', 'datasets', 'tensorboard')\n"
+        "names = ('transformers', 'datasets', 'tensorboard', 'lm_eval')\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *a: None if name in names else find(name, *a)\n"
         "class Hidden:\n"
@@ -67,6 +68,12 @@ def test_preparing_a_hub_dataset_names_the_packages(
     done = ingot(*arguments, "--num_workers", "1", check=False, env=without)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert COMMANDS["hf"] in done.stderr
+
+
+def test_evaluating_with_the_harness_names_the_package(ingot: Ingot, without: dict[str, str]) -> None:
+    done = ingot("eval", "run", "--harness", "piqa", check=False, env=without)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert COMMANDS["eval"] in done.stderr
 
 
 def test_the_doctor_names_the_packages(ingot: Ingot, without: dict[str, str]) -> None:

@@ -22,17 +22,17 @@ app = typer.Typer(add_completion=False)
 
 
 class EvalCommand(OptionCommand):
-    """Takes several values after one `--tasks`."""
+    """Takes several values after one `--tasks` or `--harness`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         out: list[str] = []
-        in_tasks = False
+        option = ""  # that the values belong to
         for argument in args:
             if argument.startswith("-") or "=" in argument:
-                in_tasks = argument == "--tasks"
-                out += [] if in_tasks else [argument]
+                option = argument if argument in ("--tasks", "--harness") else ""
+                out += [] if option else [argument]
             else:
-                out += ["--tasks", argument] if in_tasks else [argument]
+                out += [option, argument] if option else [argument]
         return super().parse_args(ctx, out)
 
 
@@ -52,13 +52,15 @@ def evaluate(
 
     Without --tasks: loss, perplexity and bits per byte on the validation data
     of the run, unless overrides name other data. With --tasks: downstream
-    tasks, and the perplexity of any text.
+    tasks, and the perplexity of any text. With --harness: tasks of
+    lm-evaluation-harness.
 
     Examples:
       ingot eval runs/first data.eval.path=./my-data data.eval.split=val
       ingot eval runs/first --tasks arithmetic copy piqa.jsonl tasks_light.yaml
       ingot eval runs/first --step 1000
       ingot eval runs/first/checkpoints/* --tasks lambada.jsonl --limit 500
+      ingot eval runs/first --harness arc_easy my-task.yaml
     """
     if show_list:
         from ingot.evaluation.tasks.task_files import shipped_tasks
@@ -74,13 +76,19 @@ def evaluate(
     if not paths:
         raise ConfigError("name what to evaluate: a run folder, a checkpoint or a Hugging Face folder")
     paths = [model_folder(path, step) for path in paths]
-    if options.get("tasks"):
-        if overrides:
-            raise ConfigError(f"{overrides[0]}: with --tasks the data come from the task files; leave it out")
-        _evaluate_tasks(paths, options, as_json)
+    kinds = [f"--{kind}" for kind in ("tasks", "harness") if options.get(kind)]
+    if len(kinds) > 1:
+        raise ConfigError(f"{' and '.join(kinds)} are separate evaluations; run them one after the other")
+    if kinds and overrides:
+        raise ConfigError(f"{overrides[0]}: with {kinds[0]} the data come from the task files; leave it out")
+    if kinds:
+        given = validate(EvalOptions, options)
+        if given.out and len(paths) > 1:
+            raise ConfigError("--out names one file; leave it out, and each run keeps its own scores")
+        (_evaluate_tasks if given.tasks else _evaluate_with_harness)(paths, given, as_json)
         return
     if options:
-        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks")
+        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks or --harness")
     if len(paths) > 1:
         raise ConfigError("several models are compared on tasks; add --tasks, or evaluate one at a time")
     from ingot.evaluation.run import evaluate_run  # loads torch
@@ -96,16 +104,36 @@ def evaluate(
         print(f"{name}: {value:.4f}")
 
 
-def _evaluate_tasks(paths: Sequence[Path], options: dict[str, Any], as_json: bool) -> None:
+def _evaluate_with_harness(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
+    from ingot.evaluation.lm_eval import require_lm_eval
+
+    require_lm_eval("--harness")
+    from ingot.evaluation.lm_eval.run import HarnessRequest, evaluate_with_harness, write_harness_report
+
+    if given.gauntlet:
+        raise ConfigError("--gauntlet combines the tasks of --tasks; the harness has groups for that")
+    request = HarnessRequest(given.harness, given.include_path, given.num_fewshot, given.limit, given.questions)
+    reports = []
+    for path in paths:
+        reports.append(evaluate_with_harness(path, request, given.device))
+        if not as_json:
+            print("\n".join(reports[-1].tables()))
+        written = write_harness_report(reports[-1], given.out)
+        if written:
+            print(f"scores are in {written}", file=sys.stderr)
+    if as_json:
+        print(json.dumps([report.to_json() for report in reports]))
+
+
+def _evaluate_tasks(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ingot.evaluation.tasks.offline import TaskRequest, evaluate_model, write_report
     from ingot.evaluation.tasks.tables import model_tables, progress_table
 
-    given = validate(EvalOptions, options)
-    if given.out and len(paths) > 1:
-        raise ConfigError("--out names one file; leave it out, and each run keeps its own scores")
+    if given.include_path:
+        raise ConfigError("--include-path is about --harness; name the files after --tasks")
     request = TaskRequest.of(given.tasks, given.gauntlet, given.num_fewshot, given.limit)
     reports: list[ModelReport] = []
     columns = (

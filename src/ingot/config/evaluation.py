@@ -28,6 +28,10 @@ class EvalOptions(Section):
     """Task files (.jsonl, or a YAML list), texts, or names from --list; several after one --tasks."""
     gauntlet: str | None = None
     """YAML file with an eval_gauntlet: composite scores of the tasks."""
+    harness: tuple[str, ...] = Field(default=(), json_schema_extra={"flags": ["--harness"], "several": True})
+    """Tasks of lm-evaluation-harness instead: names, patterns, YAML files or folders; several after one --harness."""
+    include_path: Path | None = None
+    """Folder of more task files for --harness to find by name."""
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples per question, for all tasks."""
     limit: int | None = Field(default=None, ge=1)

@@ -8,6 +8,7 @@ computed once, and logits exist only where a token is scored (`evaluation/tasks/
 The harness asks one process for everything, so this model always says that it is rank 0 of 1.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,7 @@ class IngotLM(TemplateLM):
         super().__init__()
         if precision not in (None, "fp32", "bf16"):
             raise ConfigError(f"precision={precision}: models are evaluated in fp32 or bf16")
-        usual = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(usual if device == "auto" else device)
-        if self._device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device={device}: models are evaluated on cpu or cuda")
+        self._device = _device(device)
         self.path = Path(path)
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(self.path)
         self.model: GPT = load_model(self.path, self._device)
@@ -225,6 +223,17 @@ class IngotLM(TemplateLM):
         if given is not None and int(given) > context and self.model.config.positions == "learned":
             raise ConfigError(f"max_length={given}: the positions of this model end at {context}")
         return int(given or context)
+
+
+def _device(name: str) -> torch.device:
+    """The harness asks for cuda:0 unless told otherwise, whatever there is."""
+    if name == "auto" or (name.startswith("cuda") and not torch.cuda.is_available()):
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        print(f"ingot: the model runs on {name}", file=sys.stderr)
+    device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name}: models are evaluated on cpu or cuda")
+    return device
 
 
 def _sequences(batch_size: int | str, max_batch_size: int | None) -> int | None:
