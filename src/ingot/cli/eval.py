@@ -63,29 +63,19 @@ def evaluate(
       ingot eval runs/first --harness arc_easy my-task.yaml
     """
     if show_list:
-        from ingot.evaluation.tasks.task_files import shipped_tasks
-
-        if as_json:
-            print(json.dumps([{"task": name, "about": about} for name, about in shipped_tasks().items()], indent=1))
-            return
-        for name, description in shipped_tasks().items():
-            print(f"{name:16} {description}")
+        _list_tasks(as_json)
         return
     overrides = [given for given in models or [] if "=" in given and not Path(given).exists()]
     paths = [Path(given) for given in models or [] if given not in overrides]
     if not paths:
         raise ConfigError("name what to evaluate: a run folder, a checkpoint or a Hugging Face folder")
+    kind = _kind(options, overrides)
     paths = [model_folder(path, step) for path in paths]
-    kinds = [f"--{kind}" for kind in ("tasks", "harness") if options.get(kind)]
-    if len(kinds) > 1:
-        raise ConfigError(f"{' and '.join(kinds)} are separate evaluations; run them one after the other")
-    if kinds and overrides:
-        raise ConfigError(f"{overrides[0]}: with {kinds[0]} the data come from the task files; leave it out")
-    if kinds:
+    if kind:
         given = validate(EvalOptions, options)
         if given.out and len(paths) > 1:
             raise ConfigError("--out names one file; leave it out, and each run keeps its own scores")
-        (_evaluate_tasks if given.tasks else _evaluate_with_harness)(paths, given, as_json)
+        (_evaluate_tasks if kind == "tasks" else _evaluate_with_harness)(paths, given, as_json)
         return
     if options:
         raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks or --harness")
@@ -104,10 +94,31 @@ def evaluate(
         print(f"{name}: {value:.4f}")
 
 
-def _evaluate_with_harness(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
-    from ingot.evaluation.lm_eval import require_lm_eval
+def _list_tasks(as_json: bool) -> None:
+    from ingot.evaluation.tasks.task_files import shipped_tasks
 
-    require_lm_eval("--harness")
+    if as_json:
+        print(json.dumps([{"task": name, "about": about} for name, about in shipped_tasks().items()], indent=1))
+        return
+    for name, description in shipped_tasks().items():
+        print(f"{name:16} {description}")
+
+
+def _kind(options: dict[str, Any], overrides: Sequence[str]) -> str | None:
+    """Which tasks are asked for, if any."""
+    kinds = [kind for kind in ("tasks", "harness") if options.get(kind)]
+    if len(kinds) > 1:
+        raise ConfigError(f"--{' and --'.join(kinds)} are separate evaluations; run them one after the other")
+    if kinds and overrides:
+        raise ConfigError(f"{overrides[0]}: with --{kinds[0]} the data come from the task files; leave it out")
+    if "harness" in kinds:
+        from ingot.evaluation.lm_eval import require_lm_eval
+
+        require_lm_eval("--harness")
+    return kinds[0] if kinds else None
+
+
+def _evaluate_with_harness(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
     from ingot.evaluation.lm_eval.run import HarnessRequest, evaluate_with_harness, write_harness_report
 
     if given.gauntlet:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ingot.checkpoint.hf.transfer import tokenizer_of
 from ingot.checkpoint.load import load_model
-from ingot.data.tokenizer import Tokenizer, load_tokenizer
+from ingot.data.tokenizer import Tokenizer
 from ingot.errors import ConfigError, DataError
 from ingot.evaluation.tasks.decoding import Decoding, continue_prompts
 from ingot.evaluation.tasks.prompts import PromptRow
@@ -41,8 +41,8 @@ class IngotLM(TemplateLM):
 
     def __init__(
         self, path: str | Path, device: str = "auto", batch_size: int | str = "auto", max_batch_size: int | None = None,
-        precision: str | None = None, max_length: int | None = None, max_gen_toks: int = 256,
-        add_bos_token: bool | None = None, prefix_token_id: int | None = None, tokenizer: str | None = None,
+        precision: str | None = None, max_length: int | None = None, add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
     ) -> None:  # fmt: skip
         """batch_size: so many sequences of max_length tokens at a time; auto, and 1 (the harness's default), leave the
         choice to us. Scores do not depend on it. max_length: tokens of a sequence. Default: the model's context."""
@@ -51,11 +51,11 @@ class IngotLM(TemplateLM):
             raise ConfigError(f"precision={precision}: models are evaluated in fp32 or bf16")
         self._device = _device(device)
         self.path = Path(path)
-        self.tokenizer: Tokenizer = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(self.path)
+        self.tokenizer: Tokenizer = tokenizer_of(self.path)
         self.model: GPT = load_model(self.path, self._device)
         self.precision = precision or ("bf16" if self._device.type == "cuda" else "fp32")
         self.max_length = self._check_length(max_length)
-        self.max_gen_toks, self.add_bos_token = int(max_gen_toks), add_bos_token
+        self.add_bos_token = add_bos_token
         self._prefix = self._find_prefix(prefix_token_id)
         self.scorer = Scorer(self.model, self._device, self.precision)
         if sequences := _sequences(batch_size, max_batch_size):
@@ -156,7 +156,7 @@ class IngotLM(TemplateLM):
         return PromptRow(tuple(context[-room:]), tuple(continuation), texts[1], is_cut=len(context) > room)
 
     def _generate(self, contexts: Sequence[str], given: dict[str, Any], progress: Any) -> list[str]:
-        settings = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        settings = dict(normalize_gen_kwargs(given))
         new_tokens = int(settings.pop("max_gen_toks"))
         eos = self.tokenizer.decode([self.eot_token_id])
         stops = [stop for stop in handle_stop_sequences(settings.pop("until", None), eos=eos) if stop]
