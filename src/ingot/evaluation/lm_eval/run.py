@@ -139,7 +139,7 @@ def _load(names: list[str], manager: TaskManager) -> list[Any]:
         loaded = manager.load(names)
     except IngotError:
         raise
-    except Exception as error:  # data sets, templates and task code fail in their own ways
+    except Exception as error:  # datasets, templates and task code fail in their own ways
         raise DataError(f"the tasks {', '.join(names)} cannot be read: {_first_line(error)}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):

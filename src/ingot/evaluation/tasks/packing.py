@@ -31,7 +31,7 @@ class RowShapes:
     fixed: bool = False  # few lengths, each with one number of rows: what a compiled model wants
 
     def length(self, tokens: int, shared: bool) -> int:
-        """The length of rows for so many tokens."""
+        """The length of rows that these tokens go into."""
         if self.fixed:
             power = 1 << (tokens - 1).bit_length()
             length = 3 * power // 4 if tokens <= 3 * power // 4 and power >= 128 else max(power, 64)
