@@ -20,12 +20,16 @@ from torch.utils._pytree import tree_iter
 
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.model.gpt import GPT
+from ingot.model.kernels import attach
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import scale_gradients, squared_norm
+from ingot.parallel.executors.single import SingleProcess
 from ingot.parallel.fsdp import before_microbatch
 from ingot.parallel.layout import Layout
-from ingot.parallel.loss_model import BuildOptions
+from ingot.parallel.loss_model import BuildOptions, LossModel
 from ingot.parallel.parallelize import ParallelModel, parallelize
 
 
@@ -78,6 +82,27 @@ def dry_run(
         return sizes | {"optimizer": sum(local(t).nbytes for t in state), "peak": memory.peak}
     finally:
         dist.destroy_process_group()
+
+
+def peak_of_one_process(config: RunConfig, recompute: str | None, hold_copies: bool) -> int:
+    """The most bytes during a step of `SingleProcess` whose microbatch is one sequence.
+
+    It has the loss of the reference, whose logits are held whole, so a GPU needs a little less.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes() as memory:
+        model = GPT(config.model)
+        attach(model, device=torch.device("cpu"), precision=config.precision)
+        executor = SingleProcess(LossModel(model), config, torch.device("cpu"))
+        executor.set_recompute(recompute)
+        executor.hold_weights(hold_copies)
+        executor.weights_changed()
+        optimizer = torch.optim.AdamW([p.tensor for p in executor.parameters], foreach=False)
+        tokens = torch.zeros(1, config.max_seq_len, dtype=torch.long)
+        for _ in range(2):  # the first creates the optimizer state
+            memory.peak = 0
+            executor.forward_backward(tokens, tokens, torch.ones(()))
+            optimizer.step()
+    return memory.peak
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -79,3 +79,23 @@ def test_the_estimate_of_memory_is_near_the_dry_run(arguments: str) -> None:
         words.append("device_train_microbatch_size=1")
     sizes = run(*words)
     assert sizes["estimate"] == pytest.approx(sizes["peak"], rel=0.15)
+
+
+H200 = 0.94 * 139.0 * 2**30  # bytes of one H200 that a run may fill
+
+
+@pytest.mark.slow
+def test_llama_8b_with_2048_tokens_fits_one_h200_if_bf16_copies_are_dropped() -> None:
+    """fp32 weights, gradients and AdamW's moments are 119.7 GiB, bf16 copies 13 more."""
+    from dry_run import peak_of_one_process
+
+    from ingot.config.load import load_config
+    from ingot.config.run import RunConfig
+
+    config = load_config(RunConfig, ["llama-8b", "max_seq_len=2048", "data=x"])
+    dropped, held = (peak_of_one_process(config, "full", hold) for hold in (False, True))
+    assert 119 * 2**30 < dropped < H200 < held
+    assert held - dropped == pytest.approx(13 * 2**30, rel=0.01)
+    wrapped = run("1", "llama-8b", "max_seq_len=2048", "activation_checkpointing=full", "parallel.shard=1",
+                  "device_train_microbatch_size=1")  # fmt: skip
+    assert dropped < wrapped["peak"] < H200
