@@ -199,6 +199,7 @@ def measure(
             peak = peak_flops(device, "bf16")[0]
             rate = tokens / seconds
             who = {"system": system, "model": model, "positions": positions, "precision": precision, **named,
+                   "family": config.model.family, "execution": "plain", "deterministic": False,
                    "microbatch": size.micro, "sequences_per_step": len(large[0].tokens)}  # fmt: skip
             yield "rows", {
                 **who, "tokens_per_second": round(rate),

@@ -212,6 +212,11 @@ def conclusions(rows: list[dict[str, Any]]) -> list[str]:
             for size, a, b in pairs if (size, a) in mean and (size, b) in mean]  # fmt: skip
 
 
+def short(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what only helps to find out why it is so."""
+    return {key: value for key, value in row.items() if key not in ("notes", "losses", "host_syncs", "digest")}
+
+
 def card() -> str:
     """The card and its driver, as nvidia-smi has them."""
     fields = "name,driver_version,memory.total,power.limit,temperature.gpu"
@@ -233,9 +238,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=["tests", "repeatable", *(s.name for s in SECTIONS)])
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--print", type=Path, dest="earlier", help="print the table of a folder of results")
+    parser.add_argument("--into", type=Path, help="also put these rows in place of the `executions` of a JSON file")
     arguments = parser.parse_args()
     if arguments.earlier:
-        print(table(read_rows(arguments.earlier)))
+        rows = read_rows(arguments.earlier)
+        if arguments.into:
+            found = json.loads(arguments.into.read_text()) | {"executions": [short(row) for row in rows]}
+            arguments.into.write_text(json.dumps(found, indent=1) + "\n")
+        print(table(rows))
         return
     call = Call(arguments.out or Path(os.environ["OUT"]), arguments.seconds, arguments.tiny)
     call.out.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,25 @@ def test_times_of_kernels_are_printed_and_need_a_gpu(
     assert "| 1b | norm | 1.23 | 2.00 | 90% |\n| 1b | attention | 1.23 |  | 90% |\n" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert "need a GPU" in str(run("gpu_kernels.py"))
+
+
+@pytest.mark.slow
+def test_the_check_of_a_card_runs_through_on_a_cpu_and_its_rows_become_results(tmp_path: Path) -> None:
+    """With one section whose variants are timed in turn, one of them a rank of two, and one whose variants are alone."""
+    command = [sys.executable, "benchmarks/gpu_check.py"]
+    check = partial(subprocess.run, capture_output=True, text=True, timeout=300, cwd=ROOT, check=True)
+    check([*command, "--tiny", "--out", tmp_path, "--only", "repeatable", "1b-two-ranks", "llama-8b"])
+    results = tmp_path / "gpu.json"
+    results.write_text('{"rows": []}')
+    printed = check([*command, "--print", tmp_path, "--into", results]).stdout
+    rows = json.loads(results.read_text())["executions"]
+    repeated = [row for row in rows if row["section"] == "repeatable"]
+    assert len(repeated) == 2 and all(row["equal"] and row["equal_resumed"] for row in repeated)
+    timed = [(row["section"], row["variant"], row["execution"]) for row in rows if "tokens_per_second" in row]
+    assert timed == [
+        ("llama-8b", "plain", "plain"), ("llama-8b", "wrapped", "fsdp"),
+        ("1b-two-ranks", "plain", "plain"), ("1b-two-ranks", "one of two ranks", "fsdp"),
+    ]  # fmt: skip
+    fields = {"family", "precision", "deterministic", "causal_rate", "matmul_tflops", "memory_gib", "microbatch"}
+    assert all(fields <= row.keys() for row in rows if "tokens_per_second" in row) and "ratio" in rows[-1]
+    assert "one of two ranks" in printed and "llama-8b: wrapped is " in printed

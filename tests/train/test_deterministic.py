@@ -1,5 +1,6 @@
 """`deterministic=true`: an operation that cannot be deterministic stops the run, and what changes bits is announced."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.model.gpt import CrossEntropy
+from ingot.parallel.executors.device import explaining_nondeterminism, make_deterministic
 from ingot.report.metrics_file import read_rows
 
 
@@ -41,6 +43,25 @@ def test_an_operation_without_a_deterministic_kernel_is_named_before_weights_cha
         run(data, tmp_path / "run")
     assert not read_rows(tmp_path / "run")
     run(data, tmp_path / "run", "deterministic=false")
+
+
+def test_a_process_whose_matrix_products_are_set_up_otherwise_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch reads CUBLAS_WORKSPACE_CONFIG once; its words of 2.11 for a process that multiplied before it was set."""
+    said = (
+        "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or `at::Context::"
+        "setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS and you have "
+        "CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment variable before "
+        "running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
+    )
+    wanted = pytest.raises(ConfigError, match="set the environment variable to :4096:8 and start it again")
+    with wanted, explaining_nondeterminism():
+        raise RuntimeError(said)
+    monkeypatch.setattr(os, "environ", {})
+    config = load_config(RunConfig, [*TINY, "deterministic=true", "data=x"])
+    make_deterministic(config, torch.device("cuda", 0), compiled=False)
+    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
 
 
 def test_a_resumed_run_announces_another_microbatch_size(

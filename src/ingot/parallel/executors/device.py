@@ -92,6 +92,7 @@ def make_deterministic(config: RunConfig, device: torch.device, compiled: bool) 
     strict = config.deterministic is True
     if wanted and device.type == "cuda":  # before the first matrix product; as large as torch's own on Hopper
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")  # switches that add up do not promise an order
     if compiled:
         torch.use_deterministic_algorithms(wanted, warn_only=not strict)
     else:  # the same, without importing the compiler, which takes a second
