@@ -5,10 +5,14 @@ gradients of matrices must be equal to the last bit.
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from ingot.config.load import load_config
@@ -17,7 +21,7 @@ from ingot.data.loading.batch_loader import Batch
 from ingot.model import kernels
 from ingot.model.kernels.bf16_weights import Bf16Linear
 from ingot.model.kernels.fp8 import Fp8Linear
-from ingot.parallel.dtensor import local
+from ingot.parallel.dtensor import gather, local
 from ingot.parallel.executors.base import Executor, NoMessages
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
 from ingot.parallel.layout import Layout
@@ -41,14 +45,14 @@ def config(precision: str) -> RunConfig:
     ])  # fmt: skip
 
 
-def gradients(executor: Executor, hold: bool) -> dict[str, Tensor]:
+def gradients(executor: Executor, hold: bool, part: slice = slice(None), whole: bool = False) -> dict[str, Tensor]:
     executor.microbatch = 2
     executor.hold_weights(hold)
     executor.weights_changed()
     tokens = np.random.default_rng(0).integers(0, 96, (8, 32))
     executor.begin_step(0)
-    executor.accumulate(Batch(tokens, np.roll(tokens, -1, 1), np.arange(8)))
-    return {p.name: local(p.tensor.grad) for p in executor.parameters}
+    executor.accumulate(Batch(tokens[part], np.roll(tokens, -1, 1)[part], np.arange(8)[part]))
+    return {p.name: gather(p.tensor.grad) if whole else local(p.tensor.grad) for p in executor.parameters}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -101,3 +105,40 @@ def test_what_fp8_cannot_do_is_refused(more: list[str], said: str) -> None:
     run = load_config(RunConfig, ["mpt-1b", "precision=fp8", "data=x", *more])
     with pytest.raises(ConfigError, match=said):
         check_distributed(run, Layout(tensor=2) if "tensor" in more[0] else Layout())
+
+
+def one_of_two(rank: int, port: int, folder: str) -> None:
+    """Save the gradients of this rank's shards, for each precision and choice."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    kernels.why_no_fp8 = lambda device: None  # emulated on a CPU
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    world = World(RankEnv(rank, 2), store, timedelta(seconds=60))
+    for precision, hold in CHOICES:
+        run = config(precision).model_copy(
+            update={"parallel": config(precision).parallel.model_copy(update={"shard": 2})}
+        )
+        executor = build_distributed(run, Layout(shard=2), world, CPU, False, NoMessages())
+        first, end = executor.batch_part(8)
+        found = gradients(executor, hold, slice(first, end), whole=True)
+        if rank == 0:
+            torch.save(found, f"{folder}/{precision}-{hold}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+CHOICES = [("bf16", True), ("bf16", False), ("fp8", True)]
+
+
+def test_two_ranks_sum_to_the_gradients_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Microbatches hold the same samples, so only the order of sums differs; 8-bit scales are those of a microbatch."""
+    monkeypatch.setattr(kernels, "why_no_fp8", lambda device: None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(one_of_two, args=(store.port, str(tmp_path)), nprocs=2)
+    for precision, hold in CHOICES:
+        expected = gradients(build_single(config(precision), CPU, False, NoMessages()), True)
+        found = torch.load(tmp_path / f"{precision}-{hold}", weights_only=True)
+        for name, gradient in expected.items():
+            assert found[name].shape == gradient.shape
+            apart = float((found[name] - gradient).norm() / gradient.norm())
+            # not held, each microbatch's gradient is rounded to bf16
+            assert apart < (1e-5 if hold and gradient.ndim > 1 and name.startswith("blocks.") else 2e-2), (name, apart)
