@@ -209,6 +209,14 @@ def test_a_broken_neox_checkpoint_is_refused_by_name(
     refused(tmp_path / "run", tmp_path / "out", match)
 
 
+def test_a_checkpoint_without_word_embeddings_is_not_a_megatron_gpt(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "iter_0000010" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10")
+    torch.save({"model": {"encoder.weight": torch.zeros(2)}, "args": {}}, folder / "model_optim_rng.pt")
+    refused(tmp_path / "run", tmp_path / "out", "has no word embeddings, so it is not a Megatron GPT")
+
+
 @pytest.mark.parametrize(
     ("change", "more", "match"),
     [

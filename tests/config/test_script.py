@@ -48,6 +48,7 @@ def convert(tmp_path: Path, lines: list[str], *more: str) -> RunConfig:
         ([f"cd x && nohup {RUN} {B} --seed 7 > log 2>&1 &"], "seed", 7),
         (["MODE=b", ARRAY, 'if [ "$MODE" = a ]; then ARGS+=( --seed 2 ); fi', f'{USE} --seed 7'], "seed", 7),
         (["S=$[3+4]", f"{RUN} {B} --seed $S"], "seed", 7),
+        (["X=a", "case $X in b) S=1;; a) S=7;; *) S=3;; esac", f"{RUN} {B} --seed $S"], "seed", 7),
         (["N=4", f"torchrun --nproc_per_node 8 --nnodes=$N pretrain_gpt.py {NO_BATCH}"], "batch", 64),
         ([f"torchrun --nproc-per-node=8 pretrain_gpt.py {NO_BATCH}"], "batch", 16),
         ([f"deepspeed --num_gpus 8 --num_nodes 2 pretrain_gpt.py {NO_BATCH}"], "batch", 32),
@@ -139,6 +140,8 @@ def test_options_without_effect_may_depend_on_a_condition(tmp_path: Path) -> Non
         ([ARRAY, f'echo "{RUN} {B}" | bash'], 3, "a text that is piped into a shell"),
         ([ARRAY, f"docker run image '{RUN} {B}' python"], 3, "the program inside a string"),
         ([ARRAY, f"mpirun -np 1 python pretrain_gpt.py {B} : -np 1 python x.py"], 3, "starts several programs"),
+        (["N=$(nproc)", ARRAY, f"{USE} --lr $((N + 1))"], 4, "N needs N, which is $(nproc) in line 2"),
+        ([ARRAY, f"{USE} --seed $(({2**63 - 1} + 1))"], 3, "+ 1)) is not evaluated"),  # in bash it is negative
     ],
 )  # fmt: skip
 def test_what_is_not_certain_is_refused_with_its_line_and_a_remedy(

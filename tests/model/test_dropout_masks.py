@@ -24,11 +24,11 @@ def test_the_hash_is_the_published_arithmetic_on_unsigned_integers() -> None:
         x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK_64
         return x ^ x >> 31
 
-    def stays(key: int, column: int, p: float) -> bool:
+    def hashed(key: int, column: int) -> int:
         x = (column * 0x9E3779B9 + key) & MASK_32
         x = ((x ^ x >> 16) * 0x21F0AAAD) & MASK_32
         x = ((x ^ x >> 15 ^ key >> 32) * 0x735A2D97) & MASK_32
-        return (x if x < 2**31 else x - 2**32) >= threshold(p)
+        return x if x < 2**31 else x - 2**32
 
     keys = fold_in(sequence_keys(7, 3, 0, 5, CPU), torch.arange(-1, 40))
     columns = torch.arange(70, dtype=torch.int32)
@@ -37,7 +37,11 @@ def test_the_hash_is_the_published_arithmetic_on_unsigned_integers() -> None:
         for index in range(-1, 40):
             folded = splitmix(key & MASK_64, index)
             assert folded == int(keys[row, index + 1]) & MASK_64
-            assert stay[row, index + 1].tolist() == [stays(folded, column, 0.3) for column in range(70)]
+            assert stay[row, index + 1].tolist() == [hashed(folded, column) >= threshold(0.3) for column in range(70)]
+    x = hashed(int(keys[0, 0]) & MASK_64, 9)
+    for above, expected in ((0, True), (1, False)):  # the threshold itself belongs to what stays
+        p = (x + above) / 2**32 + 0.5
+        assert threshold(p) == x + above and bool(kept(keys[0, 0], columns, p)[9]) == expected
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
