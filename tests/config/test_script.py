@@ -48,6 +48,8 @@ def convert(tmp_path: Path, lines: list[str], *more: str) -> RunConfig:
         ([f"cd x && nohup {RUN} {B} --seed 7 > log 2>&1 &"], "seed", 7),
         (["MODE=b", ARRAY, 'if [ "$MODE" = a ]; then ARGS+=( --seed 2 ); fi', f'{USE} --seed 7'], "seed", 7),
         (["S=$[3+4]", f"{RUN} {B} --seed $S"], "seed", 7),
+        (["S=1", "! false && S=7", f"{RUN} {B} --seed $S"], "seed", 7),
+        (["S=7", "! true && S=1", f"{RUN} {B} --seed $S"], "seed", 7),
         (["X=a", "case $X in b) S=1;; a) S=7;; *) S=3;; esac", f"{RUN} {B} --seed $S"], "seed", 7),
         (["N=4", f"torchrun --nproc_per_node 8 --nnodes=$N pretrain_gpt.py {NO_BATCH}"], "batch", 64),
         ([f"torchrun --nproc-per-node=8 pretrain_gpt.py {NO_BATCH}"], "batch", 16),
@@ -99,6 +101,12 @@ def test_a_bare_name_is_a_key_first_and_a_variable_of_the_script_only_if_no_key_
     assert (config.optimizer.lr, config.seed) == (1e-3, 7)
 
 
+def test_a_script_that_another_runs_gets_its_arguments(tmp_path: Path) -> None:
+    write(tmp_path, [f"{RUN} {B} --seed $2 --lr $1"], "inner.sh")
+    config = convert(tmp_path, ["bash inner.sh 1e-3 7"])
+    assert (config.optimizer.lr, config.seed) == (1e-3, 7)
+
+
 def test_pick_chooses_one_of_several_runs(tmp_path: Path) -> None:
     lines = [ARRAY, f"{USE} --seed 1", f"{USE} --seed 2 --lr $LR"]
     assert convert(tmp_path, lines, "pick=3").seed == 1
@@ -140,6 +148,7 @@ def test_options_without_effect_may_depend_on_a_condition(tmp_path: Path) -> Non
         ([ARRAY, f'echo "{RUN} {B}" | bash'], 3, "a text that is piped into a shell"),
         ([ARRAY, f"docker run image '{RUN} {B}' python"], 3, "the program inside a string"),
         ([ARRAY, f"mpirun -np 1 python pretrain_gpt.py {B} : -np 1 python x.py"], 3, "starts several programs"),
+        (["for a in x; do for b in y; do break 2; done; done", ARRAY, USE], 2, "break with a number is not supported"),
         (["N=$(nproc)", ARRAY, f"{USE} --lr $((N + 1))"], 4, "N needs N, which is $(nproc) in line 2"),
         ([ARRAY, f"{USE} --seed $(({2**63 - 1} + 1))"], 3, "+ 1)) is not evaluated"),  # in bash it is negative
     ],
