@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from conftest import Ingot
 from typer.testing import CliRunner
 
 from ingot.checkpoint.store import MODEL, save_checkpoint
@@ -19,6 +20,7 @@ from ingot.evaluation.tasks.answering import cut, is_right, normalize
 from ingot.evaluation.tasks.gauntlet import composite_scores
 from ingot.evaluation.tasks.records import read_records
 from ingot.evaluation.tasks.run import TaskScore, prepare_tasks
+from ingot.evaluation.tasks.tables import sparkline
 from ingot.evaluation.tasks.task_files import load_gauntlet, load_tasks, shipped_tasks
 from ingot.model.init import build_model
 
@@ -225,7 +227,42 @@ def test_several_checkpoints_make_one_table(run: Path) -> None:
     found = ingot_eval(*checkpoints, "--tasks", "brackets", "--limit", 4, "--device", "cpu")
     assert found.exit_code == 0, found.output
     header = next(line for line in found.output.splitlines() if line.startswith("metric "))
-    assert header.split() == ["metric", "1", "2"]
+    assert header.split() == ["metric", "1", "2", "curve"]
+    backwards = ingot_eval(*checkpoints[::-1], "--tasks", "brackets", "--limit", 4, "--device", "cpu", "--plot",
+                           run / "curves.png")  # fmt: skip
+    assert header in backwards.output  # in order of steps
+    assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_processes_share_the_questions_and_find_the_same(run: Path, tmp_path: Path, ingot: Ingot) -> None:
+    text = tmp_path / "plain.txt"
+    text.write_text("the iron is hot " * 40)
+    generation = write(tmp_path / "gen.jsonl", *({"context": f"the iron {n}", "answer": "is hot"} for n in range(3)))
+    given = [
+        "eval",
+        str(run),
+        "--tasks",
+        "brackets",
+        str(generation),
+        str(text),
+        "--limit",
+        "9",
+        "--json",
+        "--questions",
+    ]
+    (alone,) = json.loads(ingot_eval(*given[1:]).stdout)
+    (shared,) = json.loads(ingot(*given, "--nproc", "2").stdout)
+    assert shared["metrics"] == pytest.approx(alone["metrics"], rel=1e-6)
+    for one, two in zip(alone["tasks"], shared["tasks"], strict=True):
+        assert [judged["prediction"] for judged in one["judged"]] == [judged["prediction"] for judged in two["judged"]]
+    failed = ingot(*given, "--nproc", "2", "--tasks", "absent.jsonl", check=False)
+    assert failed.returncode == 2 and failed.stderr.count("absent.jsonl") == 1
+
+
+def test_bars_of_a_curve_go_from_the_lowest_value_to_the_highest() -> None:
+    assert (
+        sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([2.0, 2.0]) == "▁▁" and sparkline([float("nan"), 1.0]) == ""
+    )
 
 
 def test_every_shipped_task_is_listed_and_complete() -> None:

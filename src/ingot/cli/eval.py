@@ -4,19 +4,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ingot.checkpoint.location import model_folder
 from ingot.cli.commands import OptionCommand
+from ingot.cli.eval_tasks import evaluate_tasks
 from ingot.cli.options import options_from
 from ingot.config.evaluation import EvalOptions
 from ingot.config.load import validate
 from ingot.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ingot.evaluation.tasks.offline import ModelReport
 
 app = typer.Typer(add_completion=False)
 
@@ -61,6 +59,7 @@ def evaluate(
       ingot eval runs/first --step 1000
       ingot eval runs/first/checkpoints/* --tasks lambada.jsonl --limit 500
       ingot eval runs/first --harness arc_easy my-task.yaml
+      ingot eval runs/first --tasks tasks_v0.3.yaml --gauntlet gauntlet.yaml --nproc 8
     """
     if show_list:
         _list_tasks(as_json)
@@ -75,7 +74,7 @@ def evaluate(
         given = validate(EvalOptions, options)
         if given.out and len(paths) > 1:
             raise ConfigError("--out names one file; leave it out, and each run keeps its own scores")
-        (_evaluate_tasks if kind == "tasks" else _evaluate_with_harness)(paths, given, as_json)
+        (evaluate_tasks if kind == "tasks" else _evaluate_with_harness)(paths, given, as_json)
         return
     if options:
         raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks or --harness")
@@ -123,6 +122,8 @@ def _evaluate_with_harness(paths: Sequence[Path], given: EvalOptions, as_json: b
 
     if given.gauntlet:
         raise ConfigError("--gauntlet combines the tasks of --tasks; the harness has groups for that")
+    if given.nproc > 1 or given.plot:
+        raise ConfigError("--nproc and --plot are for --tasks; leave them out with --harness")
     request = HarnessRequest(given.harness, given.include_path, given.num_fewshot, given.limit, given.questions)
     reports = []
     for path in paths:
@@ -134,39 +135,3 @@ def _evaluate_with_harness(paths: Sequence[Path], given: EvalOptions, as_json: b
             print(f"scores are in {written}", file=sys.stderr)
     if as_json:
         print(json.dumps([report.to_json() for report in reports]))
-
-
-def _evaluate_tasks(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from ingot.evaluation.tasks.offline import TaskRequest, evaluate_model, write_report
-    from ingot.evaluation.tasks.tables import model_tables, progress_table
-
-    if given.include_path:
-        raise ConfigError("--include-path is about --harness; name the files after --tasks")
-    request = TaskRequest.of(given.tasks, given.gauntlet, given.num_fewshot, given.limit)
-    reports: list[ModelReport] = []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f}%"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        shown = bar.add_task("", total=None)
-        for path in paths:
-            reports.append(evaluate_model(
-                path, request, given.device, lambda line: bar.console.print(line, highlight=False, soft_wrap=True),
-                lambda what, done, total: bar.update(shown, description=what, completed=done, total=total),
-            ))  # fmt: skip
-            written = write_report(reports[-1], given.out, given.questions)
-            if written:
-                print(f"scores are in {written}", file=sys.stderr)
-    if as_json:
-        print(json.dumps([report.to_json(given.questions) for report in reports]))
-        return
-    for report in reports:
-        print("\n".join(model_tables(report)))
-    if len(reports) > 1:
-        print("\n".join(progress_table(reports)))

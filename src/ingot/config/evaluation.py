@@ -40,6 +40,10 @@ class EvalOptions(Section):
     """Where to run tasks."""
     out: Path | None = Field(default=None, json_schema_extra={"flags": ["-o", "--out"]})
     """File for the scores of tasks. Default: RUN/evaluations/STEP.json."""
+    nproc: int = Field(default=1, ge=1)
+    """Processes that share the questions, each with the whole model; on GPUs, one per card."""
+    plot: Path | None = None
+    """PNG file for a plot of the scores over the steps of several checkpoints."""
     questions: bool = False
     """Write prompt, prediction and score of every question to that file."""
 

@@ -14,13 +14,14 @@ from ingot.checkpoint.store import find_checkpoint
 from ingot.config.evaluation import FOLDER, GauntletConfig, TaskConfig
 from ingot.data.document_sample import DocumentSample
 from ingot.data.tokenizer import Tokenizer
-from ingot.errors import disk_error
+from ingot.errors import ConfigError, disk_error
+from ingot.evaluation.processes import SharedScorer
 from ingot.evaluation.tasks.gauntlet import check_gauntlet, composite_scores, named_composites
-from ingot.evaluation.tasks.run import TaskScore, check_names, prepare_tasks, score_task
+from ingot.evaluation.tasks.run import QuestionScorer, TaskScore, check_names, prepare_tasks, score_task
 from ingot.evaluation.tasks.scoring import Scorer
 from ingot.evaluation.tasks.task_files import is_text, load_gauntlet, load_tasks
 from ingot.evaluation.tasks.text import TextScore, score_text
-from ingot.model.gpt import GPT
+from ingot.parallel.rank_env import RankEnv, find_rank_env
 from ingot.storage.atomic import write_whole
 from ingot.storage.names import plain_name_from
 from ingot.version import __version__
@@ -96,7 +97,8 @@ def evaluate_model(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ModelReport:  # fmt: skip
     """Load a model and score it. `progress` receives what is done, and tokens done and in all."""
-    on = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    env = find_rank_env()
+    on = _device(device, env)
     precision = "bf16" if on.type == "cuda" else "fp32"
     tokenizer = tokenizer_of(path)
     report = _open_report(path)
@@ -107,7 +109,9 @@ def evaluate_model(
     for line in filter(None, (task.describe_cut() for task in prepared)):
         say(line)
     say(f"{report.path}: {model.config.parameters:,} parameters on {on.type} in {precision}, rows of {length:,} tokens")
-    scorer = Scorer(model, on, precision)
+    scorer: QuestionScorer = Scorer(model, on, precision)
+    if env.world > 1:
+        scorer = SharedScorer(scorer, env)
     total, done = sum(p.tokens for p in prepared), 0
     for task in prepared:
         before = done
@@ -121,7 +125,7 @@ def evaluate_model(
         done = before + task.tokens
         progress(task.name, done, total)
     for name in request.texts:
-        report.texts.append(_score_text(name, model, tokenizer, on, precision, length, say))
+        report.texts.append(_score_text(name, scorer, tokenizer, length, say))
     if request.gauntlet:
         report.composites = composite_scores(request.gauntlet, report.scores, say)
     return report
@@ -140,6 +144,14 @@ def write_report(report: ModelReport, out: Path | None, with_questions: bool) ->
     return target
 
 
+def _device(name: str, env: RankEnv) -> torch.device:
+    if name == "cpu" or not torch.cuda.is_available():
+        if name == "cuda":
+            raise ConfigError("--device cuda: this machine has no GPU that torch can use")
+        return torch.device("cpu")
+    return torch.device("cuda", env.local_rank % torch.cuda.device_count())
+
+
 def _open_report(path: Path) -> ModelReport:
     if (path / "config.json").is_file():
         return ModelReport(path, None, None)
@@ -148,14 +160,11 @@ def _open_report(path: Path) -> ModelReport:
 
 
 def _score_text(
-    name: str, model: GPT, tokenizer: Tokenizer, device: torch.device, precision: str, length: int,
-    say: Callable[[str], None],
-) -> TextScore:  # fmt: skip
+    name: str, scorer: QuestionScorer, tokenizer: Tokenizer, length: int, say: Callable[[str], None]
+) -> TextScore:
     documents = DocumentSample.of([name], _MOST_TEXT, say=say)
     documents.what = f"scoring {name}"
-    scored = score_text(
-        plain_name_from(Path(name).stem), documents, Scorer(model, device, precision), tokenizer, length
-    )
+    scored = score_text(plain_name_from(Path(name).stem), documents, scorer, tokenizer, length)
     if documents.bad:
         say(f"{name}: {len(documents.bad):,} bad records were skipped, such as {documents.bad[0]}")
     return scored

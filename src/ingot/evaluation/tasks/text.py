@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ingot.data.tokenizer import Tokenizer
 from ingot.evaluation.tasks.prompts import PromptRow
-from ingot.evaluation.tasks.scoring import Scorer
+from ingot.evaluation.tasks.run import QuestionScorer
 
 _DOCUMENTS = 64  # documents in memory at a time
 
@@ -30,7 +30,7 @@ class TextScore:
 
 
 def score_text(
-    label: str, documents: Iterable[str], scorer: Scorer, tokenizer: Tokenizer, row_length: int,
+    label: str, documents: Iterable[str], scorer: QuestionScorer, tokenizer: Tokenizer, row_length: int,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> TextScore:  # fmt: skip
     """Score documents. A long one is cut into windows, which start with the last token of the window before."""
