@@ -7,12 +7,11 @@ IMAGE=${IMAGE:-/data/images/ingot-0.1.0.sqsh}
 source "$(dirname "$0")/../common.sh"
 
 DATA_REMOTE=${DATA_REMOTE:-my-copy-c4} # or az://CONTAINER/my-copy-c4
-# streamed DATA_LOCAL: overrides that read the data from DATA_REMOTE and keep it in a folder of the node
+# streamed DATA_LOCAL: overrides, as the guide writes them, that keep the data of DATA_REMOTE in a folder of the node
 streamed() {
-  echo "data.train.remote=$DATA_REMOTE data.train.path=$1 data.train.split=train" \
-    "data.eval.remote=$DATA_REMOTE data.eval.path=$1 data.eval.split=val"
+  echo "variables.data_local=$1 variables.data_remote=$DATA_REMOTE"
 }
-SAVING="state_dict_type=sharded save_num_checkpoints_to_keep=10"
+SAVING="fsdp_config.state_dict_type=sharded save_num_checkpoints_to_keep=10"
 # shellcheck disable=SC2054  # a comma within an option
 FULL=(-c mpt-30b -y "$(streamed /mnt/nvme/c4) $SAVING save_interval=1000ba save_folder=mpt-30b"
   -i "$IMAGE" -m /data:/data,/mnt/nvme:/mnt/nvme -N 16 --profile azure-ndv5 --time 24:00:00 --chain 5)

@@ -6,11 +6,11 @@ IMAGE=${IMAGE:-/fsx/ingot-0.1.0.sqsh}
 # shellcheck source=../common.sh source-path=SCRIPTDIR
 source "$(dirname "$0")/../common.sh"
 
-cp "$EXAMPLES/megatron-gpt3/gpt3.sh" . # where a container sees it too
+cp "$EXAMPLES/megatron-gpt3/gpt3.sbatch" . # where a container sees it too
 OSCAR=https://huggingface.co/bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz
 GPT2=https://s3.amazonaws.com/models.huggingface.co/bert
-FULL=(gpt3.sh -N 2 --profile aws-p5 -i "$IMAGE" -m /fsx:/fsx --time 24:00:00 --chain 3)
-SMALL=(gpt3.sh num_layers=4 hidden_size=64 num_attention_heads=4 seq_length=64 max_position_embeddings=64
+FULL=(gpt3.sbatch -N 2 --profile aws-p5 -i "$IMAGE" -m /fsx:/fsx --time 24:00:00 --chain 3)
+SMALL=(gpt3.sbatch num_layers=4 hidden_size=64 num_attention_heads=4 seq_length=64 max_position_embeddings=64
   tensor_model_parallel_size=2 pipeline_model_parallel_size=2 micro_batch_size=4 global_batch_size=16
   train_samples=240 lr_decay_samples=240 lr_warmup_samples=48 lr=0.01 min_lr=0.001 bf16=false eval_iters=2
   save=gpt3-small load=gpt3-small save_interval=15)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -131,3 +132,18 @@ def test_the_rank_that_the_others_wait_for_is_found_by_the_most_reliable_sign() 
     for odd_stacks, odd_beats, rank, words in cases:
         found, why = hang_diagnosis._find_culprit(stacks | odd_stacks, beats | odd_beats)
         assert found == rank and words in why
+
+
+@pytest.mark.parametrize("given", [{}, {"TRITON_CACHE_DIR": "/own"}])
+def test_in_a_job_kernels_are_cached_on_the_disk_of_the_node_unless_the_user_says_where(
+    tmp_path: Path, given: dict[str, str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ.get('TRITON_CACHE_DIR', ''))"
+    )
+    for job, expected in (({ATTEMPT_VARIABLE: "7.0.1"}, given.get("TRITON_CACHE_DIR", tempfile.gettempdir())),
+                          ({}, given.get("TRITON_CACHE_DIR", ""))):  # fmt: skip
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), **job, **given}
+        run_attempt(["--version"], Node(1, 1), tmp_path, "1", env=env)
+        seen = (tmp_path / "seen").read_text()
+        assert seen.startswith(expected) and bool(seen) == bool(expected)

@@ -35,7 +35,7 @@ FRONTS = ("", "a", "1", "/a", "/a:/b", "a:/b", "A=")
 OPTIONS = {
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "exclusive", "mem", "wait-all-nodes",
     "requeue", "open-mode", "output", "time", "signal", "array", "no-kill", "partition", "account", "qos",
-    "reservation", "constraint", "exclude",
+    "reservation", "constraint", "exclude", "mail-user", "mail-type",
 }  # fmt: skip
 SHOW = 'printf "%s\\0" "$RUN" "$SPEC_FILE" "$HALT_FILE" "$PYTHON" "$NODES" "$IMAGE" "$STAGE" "${SRUN[@]}"'
 
@@ -85,7 +85,8 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     assert all(line.startswith("#SBATCH --") for line in options)
     assert lines[2 : 2 + len(options)] == options
     names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in options]
-    assert len(set(names)) == len(names) and set(names) <= OPTIONS
+    own = {option.removeprefix("--").partition("=")[0] for option in spec.sbatch_args}
+    assert len(set(names)) == len(names) and set(names) <= OPTIONS | own
     assert len(lines) == 2 + len(options) + 1 + len(values), head  # and a comment
     assert len({line.partition("=")[0] for line in values}) == len(values) and values[-1].startswith("SRUN=(")
     assert "\r" not in head

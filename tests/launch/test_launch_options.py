@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ PROCESSES = {"--gpus-per-node", "--processes-per-node"}
 CLUSTER = {"--nodes", "-N", "--cpus-per-task", "--image", "-i", "--mounts", "-m", "--exclude", "-x", "--preflight",
            "--no-preflight", "--signal-seconds"}  # fmt: skip
 SLURM = {"--stage", "--time", "-t", "--partition", "-p", "--account", "-A", "--qos", "--constraint", "-C", "--reservation",
-         "--dry-run"}  # fmt: skip
+         "--mail-user", "--mail-type", "--cpu-bind", "--srun-args", "--sbatch-args", "--dry-run"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,28 @@ def test_mounts_and_variables_may_be_given_together_or_one_by_one(ingot: Callabl
     printed = ingot(*command, *options).stdout
     for expected in ('"/a:/a",\n  "/b:/b:ro",\n  "/c:/c"', '"A": "1=2"', '"B": ""'):
         assert expected in printed
+
+
+def test_options_of_slurm_reach_srun_and_sbatch(ingot: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("text\n")
+    options = ["--cpu-bind", "no", "--mail-user", "me@example.org", "--srun-args", "--mpi=pmix --cpus-per-gpu 4",
+               "--sbatch-args", "--nice=5 --licenses a,b"]  # fmt: skip
+    for verb in ([], ["prepare"]):
+        command = ["prepare", "--path", "x.txt", "--out_root", "out", "--concat_tokens", "8", "--tokenizer", "gpt2"]
+        what = command if verb else ["mpt-125m", "data=/data", "save_folder=/runs/x"]
+        printed = ingot("launch", "slurm", *what, "--profile", "cpu", "--dry-run", *options).stdout
+        assert "SRUN=(--cpu-bind=no --mpi=pmix --cpus-per-gpu=4)\n" in printed
+        for line in ("mail-type=END,FAIL,REQUEUE", "mail-user=me@example.org", "nice=5", "licenses=a,b"):
+            assert f"\n#SBATCH --{line}\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("--nodes 3", "--nodes is set by ingot"), ("-N4", "'-N4' is not an option"), ("pmix", "'pmix' is not an option"),
+     ("--mpi=$(x)", "'--mpi=$(x)' is not"), ("--a 'b c'", "'b c' is not"), ("--a b c", "'c' is not an option")],
+)  # fmt: skip
+def test_options_that_ingot_sets_or_a_shell_could_read_are_refused(
+    ingot: Callable[..., Any], value: str, reason: str
+) -> None:
+    refused = ingot("launch", "slurm", "demo", "data=d", "--dry-run", "--srun-args", value, check=False)
+    assert refused.returncode == 2 and reason in refused.stderr and refused.stdout == ""

@@ -8,6 +8,7 @@ refused.
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,30 @@ def _split_at_commas(values: Any) -> Any:
     return [part for value in values for part in value.split(",")]
 
 
+# What the scripts set themselves. Other options of Slurm may be added.
+OWN_SLURM_OPTION = re.compile(
+    r"--(?:job-name|nodes|ntasks|ntasks-per-node|gpus|gpus-per-node|gres|cpus-per-task|exclusive|mem|wait-all-nodes"
+    r"|requeue|no-requeue|open-mode|output|time|signal|partition|account|qos|reservation|constraint|exclude|array|no-kill"
+    r"|nodelist|label|kill-on-bad-exit|wait|overlap|container-(?:image|mounts|env|writable)|no-container-mount-home"
+    r"|cpu-bind|mail-user|mail-type|chdir|export|wrap|dependency)(?:=|$)"
+)
+
+
+def _slurm_options(values: list[str]) -> list[str]:
+    """`--mpi pmix --x` as `--mpi=pmix` and `--x`, each of which is safe on a line of the script."""
+    found: list[str] = []
+    for word in (word for value in values for word in shlex.split(value)):
+        if OWN_SLURM_OPTION.match(word):
+            raise ValueError(f"{word.partition('=')[0]} is set by ingot; see `ingot launch slurm --help`")
+        if re.fullmatch("--" + PLAIN.pattern, word):
+            found.append(word)
+        elif found and "=" not in found[-1] and PLAIN.fullmatch(word):
+            found[-1] += f"={word}"
+        else:
+            raise ValueError(f"{word[:60]!r} is not an option of plain characters; write '--name=value --name=value'")
+    return found
+
+
 def _read_pairs(values: Any) -> Any:
     """NAME=VALUE options as a dictionary."""
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -62,6 +87,7 @@ def _read_pairs(values: Any) -> Any:
 Plain = Annotated[str, AfterValidator(_plain)]
 AbsolutePath = Annotated[str, AfterValidator(_path)]
 Variable = Annotated[str, AfterValidator(_variable)]
+SlurmOptions = Annotated[list[str], AfterValidator(_slurm_options)]
 Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9_.+@=/-]*:/[A-Za-z0-9_.+@=/-]*(:(ro|rw))?$", max_length=1000)]
 Claim = Annotated[
     str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[A-Za-z0-9_.+@=/-]+(:(ro|rw))?$", max_length=1000)
@@ -132,6 +158,16 @@ class LaunchSpec(Section):
     """Nodes not to use."""
     reservation: Plain | None = None
     """Slurm reservation."""
+    mail_user: Plain | None = None
+    """Address to which Slurm writes when a job ends, fails or is requeued."""
+    mail_type: Plain | None = None
+    """Slurm events to write about. Default: END,FAIL,REQUEUE."""
+    cpu_bind: Plain | None = None
+    """How srun binds processes to cores; `no` does not."""
+    srun_args: SlurmOptions = Field(default_factory=list)
+    """More options of srun, as one string."""
+    sbatch_args: SlurmOptions = Field(default_factory=list)
+    """More options of sbatch, as one string."""
     chain: int = Field(1, ge=1, le=1000)
     """Jobs to queue in a row; each continues where the previous one stopped."""
     preflight: bool = True

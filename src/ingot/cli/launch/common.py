@@ -17,15 +17,16 @@ _EVERYWHERE = {"profile", "name", "env", "secrets"}
 _ON_CLUSTERS = {*_EVERYWHERE, "nodes", "cpus_per_task", "image", "mounts", "exclude", "preflight", "signal_seconds"}
 LOCAL = {*_EVERYWHERE, "gpus_per_node", "processes_per_node"}
 KUBERNETES = {*LOCAL, *_ON_CLUSTERS, "namespace", "queue", "secret_name", "restarts"}
-SLURM_PREPARE = {*_ON_CLUSTERS, "stage", "time", "partition", "account", "qos", "constraint", "reservation"}
+_QUEUE = ["time", "partition", "account", "qos", "constraint", "reservation", "mail_user", "mail_type", "cpu_bind",
+          "srun_args", "sbatch_args"]  # fmt: skip
+SLURM_PREPARE = {*_ON_CLUSTERS, "stage", *_QUEUE}
 SLURM = {*LOCAL, *SLURM_PREPARE, "chain", "spares"}
 
 PANELS = {
     "Nodes and processes": ["nodes", "spares", "gpus_per_node", "processes_per_node", "cpus_per_task", "exclude",
                             "preflight"],
     "Container and environment": ["image", "stage", "mounts", "env", "secrets", "secret_name"],
-    "Queue": ["time", "partition", "account", "qos", "constraint", "reservation", "chain", "signal_seconds",
-              "namespace", "queue", "restarts"],
+    "Queue": [*_QUEUE, "chain", "signal_seconds", "namespace", "queue", "restarts"],
     "Spellings of other stacks": ["config", "updates", "dialect", "supplied", "pick"],
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.preflight.transport import TransportWatch, log_to
+from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, Failure, read_failure
 from ingot.launch.supervisor.failure_log import node_name
 from ingot.launch.supervisor.hang_diagnosis import explain_hang
@@ -146,6 +147,8 @@ def _start(
         if rank in nccl_logs:
             nccl_logs[rank].unlink(missing_ok=True)  # of an earlier attempt
             env |= log_to(nccl_logs[rank])
+        if ATTEMPT_VARIABLE in base:  # in a job, the home folder is a shared one: kernels are cached on the node's disk
+            env.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // node.processes)))
         descriptors: tuple[int, ...] = ()
         if listener is not None and rank == 0:  # it inherits the open port, which nobody else can take

@@ -82,10 +82,9 @@ def arguments_of_run(evaluator: Evaluator, path: Path, pick: int | None) -> Scri
         raise ConfigError(f"{path}: no command that trains is found; {INSTEAD}")
     run = _only(runs, path)
     checked = check(run.arguments, run.at)
-    notes = [
-        f"{at}: {name} = {value or repr('')}, the script's own default; --set {name}=... changes it"
-        for name, (at, value) in evaluator.defaults.items()
-    ]
+    filled = [f"{name}={value} (line {at.rpartition(':')[2]})" for name, (at, value) in evaluator.defaults.items()]
+    notes = [f"{path}: its own defaults stand for variables that are not set: {', '.join(filled)}; "
+             f"--set {next(iter(evaluator.defaults))}=... changes one"] if filled else []  # fmt: skip
     _check_supplied(evaluator, path)
     processes = [(shown(word), run.at) for word in _processes(run)]
     return ScriptArguments(processes + checked.words, checked.unsettled, notes)
