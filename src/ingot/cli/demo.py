@@ -1,14 +1,13 @@
 """`ingot demo`: text to a trained and exported model, without a network."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ingot.cli.commands import OptionCommand
+from ingot.cli.walkthrough import run_verb, show_model
 from ingot.demo import make_tokenizer, write_corpus
-from ingot.report.loss_curve import draw_loss_curve
 
 app = typer.Typer(add_completion=False)
 PROMPT = "def __init__(self"
@@ -34,33 +33,17 @@ def demo(
     print(f"tokenizer: {vocabulary} byte-level BPE tokens, in {out / 'tokenizer'}")
     for split in ("train", "val"):
         if not (out / "data" / split).exists():
-            _ingot("prepare", "--path", f"{out}/corpus/{split}.jsonl", "--out_root", f"{out}/data", "--split", split,
-                  "--tokenizer", f"{out}/tokenizer", "--concat_tokens", "256")  # fmt: skip
-    _ingot("train", "demo", f"data={out}/data", f"save_folder={out}/run", *(overrides or []))
-    _ingot("eval", f"{out}/run")
-    _ingot("generate", f"{out}/run", "--prompt", PROMPT, "--max-new-tokens", "120", "--seed", "1")
-    if not (out / "hf").exists():
-        _ingot("export", f"{out}/run", "--to", "hf", f"{out}/hf")
-
-    draw_loss_curve(out / "run", out / "loss.png", "ingot demo: a small MPT on Python's standard library")
+            run_verb("prepare", "--path", f"{out}/corpus/{split}.jsonl", "--out_root", f"{out}/data", "--split", split,
+                     "--tokenizer", f"{out}/tokenizer", "--concat_tokens", "256")  # fmt: skip
+    run_verb("train", "demo", f"data={out}/data", f"save_folder={out}/run", *(overrides or []))
+    show_model(out, PROMPT, "ingot demo: a small MPT on Python's standard library")
     print(f"""
 The loss curve is in {out}/loss.png, the metrics in {out}/run/metrics.jsonl, the model for transformers in {out}/hf.
 What to type next:
   ingot generate {out}/run --prompt "import os"           another sample
   ingot train demo max_duration=1000ba data={out}/data save_folder={out}/run
                                                           continue training
+  ingot quickstart my-texts                               a model of your own text
   ingot recipes list                                      models from 14m to 175b
   ingot train mpt-125m data={out}/data max_duration=2ba global_train_batch_size=2 max_seq_len=128
                                                           a real recipe on this data""")
-
-
-def _ingot(*arguments: str) -> None:
-    """Print a command as a user would type it, then run it."""
-    from ingot.cli.main import app as ingot
-
-    print(f"\n$ ingot {shlex.join(arguments)}")
-    try:
-        ingot(list(arguments), prog_name="ingot", standalone_mode=False)
-    except SystemExit as end:  # how train reports its result
-        if end.code:
-            raise

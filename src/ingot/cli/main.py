@@ -26,6 +26,7 @@ VERBS = {
         "train": "Train a model, or continue an interrupted run.",
         "recipes": "List and show the recipes that ship with ingot.",
         "config": "Check, convert and document configs.",
+        "quickstart": "Train a model on your own text in minutes.",
         "demo": "Train a small model on a CPU in minutes, without a network.",
     },
     "Evaluate and use": {
@@ -75,7 +76,7 @@ app = typer.Typer(
     cls=IngotCommand,
     name="ingot",
     help="From raw text to a pretrained GPT.",
-    epilog="Start with `ingot demo`. `ingot VERB --help` shows options and examples.",
+    epilog="Start with `ingot demo`, or `ingot quickstart` on your text. `ingot VERB -h` shows options and examples.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=True,

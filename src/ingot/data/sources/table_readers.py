@@ -29,7 +29,10 @@ def read_csv(stream: IO[bytes], path: str, options: PrepareOptions) -> Iterator[
         if header is None:
             return
         if options.key not in header:
-            raise DataError(f"{path}: no column {options.key!r} (columns: {', '.join(header[:8])})")
+            columns = ", ".join(header[:8])
+            batch.add(0, b"", f"no column {options.key!r} (columns: {columns}); --json_keys names another")
+            yield batch.take()
+            return
         column = header.index(options.key)
         for number, row in enumerate(reader, 1):
             if not row:
@@ -84,6 +87,9 @@ def read_json_values(stream: IO[bytes], path: str, options: PrepareOptions) -> I
             if isinstance(error, ValueError) and more and len(buffer) - at <= options.max_document_bytes:
                 needed = 2 * (len(buffer) - at)
                 continue
+            if not number:  # the file is something else
+                batch.add(0, b"", f"not valid JSON: {error}")
+                break
             raise DataError(f"{path}: record {number + 1}: not valid JSON: {error}") from None
         needed = 1
         batch.add(number, *text_of(value, options.key))

@@ -1,0 +1,41 @@
+"""Runs public commands one after another, each printed as a user would type it: `ingot demo` and `ingot quickstart`."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ingot.report.loss_curve import draw_loss_curve
+
+
+def run_verb(*arguments: str) -> None:
+    """Print a command, then run it."""
+    from ingot.cli.main import app as ingot
+
+    print(f"\n$ {as_typed(arguments)}", flush=True)
+    try:
+        ingot(list(arguments), prog_name="ingot", standalone_mode=False)
+    except SystemExit as end:  # how train reports its result
+        if end.code:
+            raise
+
+
+def as_typed(arguments: Sequence[str]) -> str:
+    """A command line of ingot."""
+    return shlex.join(["ingot", *arguments])
+
+
+def show_model(out: Path, prompt: str, title: str) -> None:
+    """Evaluate the run in a folder, let it continue a prompt, export it, and draw its loss curve."""
+    for arguments in commands_of_model(out, prompt):
+        if arguments[0] != "export" or not (out / "hf").exists():
+            run_verb(*arguments)
+    draw_loss_curve(out / "run", out / "loss.png", title)
+
+
+def commands_of_model(out: Path, prompt: str) -> list[list[str]]:
+    """What `show_model` runs."""
+    return [
+        ["eval", f"{out}/run"],
+        ["generate", f"{out}/run", "--prompt", prompt, "--max-new-tokens", "120", "--seed", "1"],
+        ["export", f"{out}/run", "--to", "hf", f"{out}/hf"],
+    ]
