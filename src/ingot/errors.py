@@ -16,6 +16,10 @@ EXTRAS = {
     "eval": ("lm-eval>=0.4.13,<0.5",),
     "hf": ("transformers>=5.0", "datasets>=4.0"),
     "tensorboard": ("tensorboard>=2.16",),
+    "wandb": ("wandb>=0.19",),
+    "mlflow": ("mlflow>=3.0",),
+    "comet": ("comet_ml>=3.49",),
+    "trackio": ("trackio>=0.20",),
 }
 """Optional packages, as in pyproject.toml (a test compares them)."""
 

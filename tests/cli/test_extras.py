@@ -15,6 +15,10 @@ COMMANDS = {
     "eval": "pip install 'lm-eval>=0.4.13,<0.5'",
     "hf": "pip install 'transformers>=5.0' 'datasets>=4.0'",
     "tensorboard": "pip install 'tensorboard>=2.16'",
+    "wandb": "pip install 'wandb>=0.19'",
+    "mlflow": "pip install 'mlflow>=3.0'",
+    "comet": "pip install 'comet_ml>=3.49'",
+    "trackio": "pip install 'trackio>=0.20'",
 }
 INSTALL_INGOT = re.compile(r"pip3? install[^\n]*?[ \t'\"]ingot(?![\w./-])|[\s'\"]ingot\[")
 NEVER_MISSING = ("dev", "docs", "gpu")  # no verb needs them; without gpu, our own kernel serves
@@ -27,7 +31,7 @@ def without(tmp_path: Path) -> dict[str, str]:
     hide.mkdir()
     (hide / "sitecustomize.py").write_text(
         "import importlib.util, sys\n"
-        "names = ('transformers', 'datasets', 'tensorboard', 'lm_eval')\n"
+        "names = ('transformers', 'datasets', 'tensorboard', 'wandb', 'mlflow', 'comet_ml', 'trackio', 'lm_eval')\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *a: None if name in names else find(name, *a)\n"
         "class Hidden:\n"

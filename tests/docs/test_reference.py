@@ -13,8 +13,16 @@ from ingot.config.run import RunConfig
 from ingot.report.metric_names import METRICS
 
 ROOT = Path(__file__).parents[2]
-PREFIXES = ["time", "loss", "metrics", "icl", "l2_norm", "lr", "trainer", "throughput", "memory", "checkpoint"]
-WRITERS = ("training/*.py", "evaluation/*.py", "evaluation/tasks/*.py", "parallel/executors/device.py")
+PREFIXES = [
+    "time", "loss", "metrics", "icl", "l2_norm", "lr", "trainer", "throughput", "memory", "checkpoint", "system"
+]  # fmt: skip
+WRITERS = (
+    "training/*.py",
+    "report/system_metrics.py",
+    "evaluation/*.py",
+    "evaluation/tasks/*.py",
+    "parallel/executors/device.py",
+)
 
 
 def test_every_verb_and_option_has_a_description() -> None:

@@ -42,6 +42,7 @@ VERBS = {
         "stop": "Ask a run to save and stop.",
     },
     "Inspect": {
+        "sync": "Send what a run has logged to an experiment tracker.",
         "checkpoint": "List, verify, show, size, copy and consolidate checkpoints.",
         "doctor": "Check this machine, or the nodes of a cluster.",
     },

@@ -1,13 +1,17 @@
-"""How a run is trained and watched: optimizer, learning rate, guards, loggers."""
+"""How a run is trained and watched: optimizer, learning rate, guards, loggers.
 
-from typing import Annotated, Literal
+Credentials of trackers never belong into a config: trackers take them from the environment or from their own login.
+"""
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
 
 from ingot.config.base import Section
 from ingot.config.durations import Duration
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+TrackerMode = Literal["online", "offline"]
 
 
 class OptimizerConfig(Section):
@@ -89,10 +93,95 @@ class TensorBoardConfig(Section):
     """Where to write. Default: tensorboard/ in the run folder."""
 
 
+class WandbConfig(Section):
+    """Weights & Biases. The login is that of `wandb login`, or WANDB_API_KEY."""
+
+    project: str = "ingot"
+    """Project."""
+    entity: str | None = None
+    """User or team. Default: that of the login."""
+    name: str | None = None
+    """Name of the run. Default: the run's name."""
+    group: str | None = None
+    """Group. Default: the run's name."""
+    tags: list[str] = Field(default_factory=list)
+    """Tags."""
+    mode: TrackerMode = "online"
+    """offline writes to trackers/wandb in the run folder; `wandb sync` uploads it later."""
+    id: str | None = Field(default=None, pattern=r"^[\w.-]{1,64}$")
+    """Id of the tracker's run. Default: chosen once and kept in the run folder."""
+
+
+class MLflowConfig(Section):
+    """MLflow. The login is that of MLflow's environment variables."""
+
+    tracking_uri: str | None = None
+    """URL of the server, or a database such as sqlite:///mlflow.db. Default: MLFLOW_TRACKING_URI."""
+    experiment_name: str = "ingot"
+    """Experiment; made if there is none."""
+    name: str | None = None
+    """Name of the run. Default: the run's name."""
+    group: str | None = None
+    """Group, a tag. Default: the run's name."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags."""
+    id: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    """Id of an MLflow run to continue. Default: made once and kept in the run folder."""
+
+
+class CometConfig(Section):
+    """Comet. The login is that of `comet login`, or COMET_API_KEY."""
+
+    project: str = "ingot"
+    """Project."""
+    workspace: str | None = None
+    """Workspace. Default: that of the login."""
+    name: str | None = None
+    """Name of the experiment. Default: the run's name."""
+    group: str | None = None
+    """Group, a logged parameter. Default: the run's name."""
+    tags: list[str] = Field(default_factory=list)
+    """Tags."""
+    mode: TrackerMode = "online"
+    """offline writes to trackers/comet in the run folder; `comet upload` uploads it later."""
+    id: str | None = Field(default=None, pattern=r"^[0-9A-Za-z]{32,50}$")
+    """Key of the experiment. Default: chosen once and kept in the run folder."""
+
+
+class TrackioConfig(Section):
+    """Trackio. Local by default; the login of a Space is that of `hf auth login`, or HF_TOKEN."""
+
+    project: str = "ingot"
+    """Project."""
+    name: str | None = None
+    """Name of the run. Default: the run's name."""
+    group: str | None = None
+    """Group. Default: the run's name."""
+    space_id: str | None = None
+    """Hugging Face Space that receives the metrics, for example my-team/runs. Default: Trackio's database on this
+    machine."""
+
+
 class LoggersConfig(Section):
-    """Where metrics go in addition to the console and metrics.jsonl."""
+    """Where metrics go in addition to the console and metrics.jsonl. `loggers.NAME={}` turns a tracker on."""
 
     tensorboard: TensorBoardConfig | None = None
-    """Write TensorBoard event files; `loggers.tensorboard={}` turns it on."""
+    """Write TensorBoard event files."""
+    wandb: WandbConfig | None = None
+    """Report to Weights & Biases."""
+    mlflow: MLflowConfig | None = None
+    """Report to MLflow."""
+    comet: CometConfig | None = None
+    """Report to Comet; `cometml` is accepted too."""
+    trackio: TrackioConfig | None = None
+    """Report to Trackio."""
     samples: bool = False
     """Record which samples each process trained on, batch by batch, in samples/rank-N.txt."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_cometml(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "cometml" in values and "comet" not in values:
+            values = {**values, "comet": values["cometml"]}
+            del values["cometml"]
+        return values

@@ -18,6 +18,7 @@ from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.plurals import count_of
+from ingot.report.trackers.registry import check_logins
 from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import METRICS
 
@@ -27,9 +28,9 @@ SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
 def training_spec(
-    arguments: list[str], options: dict[str, Any], dialect: str | None = None
+    arguments: list[str], options: dict[str, Any], dialect: str | None = None, inherits_env: bool = False
 ) -> tuple[LaunchSpec, list[str]]:
-    """The spec of a training run, and notes on what was decided."""
+    """The spec of a training run, and notes on what was decided. inherits_env: it sees this process's variables."""
     check_recipe(arguments)
     config = load_run_config(arguments, dialect)
     run = Path(config.run_folder).absolute()
@@ -42,6 +43,7 @@ def training_spec(
         notes.append(f"the job saves {values['signal_seconds']} s before its time limit ({why})")
     notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
+    check_logins(config.loggers, [*spec.secrets, *(os.environ if inherits_env else ())], has_home=not spec.image)
     world = spec.processes * spec.nodes
     batch = config.global_train_batch_size
     layout, why = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), node=spec.processes)

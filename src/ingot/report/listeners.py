@@ -1,19 +1,23 @@
 """Everything that listens to a run."""
 
+import os
 from typing import Any
 
 from ingot.config.run import RunConfig
+from ingot.parallel.rank_env import find_rank_env
 from ingot.report.console import Console
 from ingot.report.metrics_file import MetricsFile
-from ingot.report.tensorboard import TensorBoard
+from ingot.report.system_metrics import SystemMetrics
+from ingot.report.trackers.listener import TrackerProcess
+from ingot.report.trackers.registry import check_trackers, configured
 from ingot.training.listener import Row, RunListener
 
 
 class Listeners(RunListener):
-    """Several listeners as one."""
+    """Several listeners as one, whose rows also tell what the machine does."""
 
-    def __init__(self, listeners: list[RunListener]):
-        self.listeners = listeners
+    def __init__(self, listeners: list[RunListener], system: SystemMetrics | None = None):
+        self.listeners, self.system = listeners, system
 
     def note(self, text: str) -> None:
         for listener in self.listeners:
@@ -24,6 +28,8 @@ class Listeners(RunListener):
             listener.warn(text)
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
+        if self.system is not None:
+            self.system.start()
         for listener in self.listeners:
             listener.begin(batch, total, state)
 
@@ -32,6 +38,8 @@ class Listeners(RunListener):
             listener.rewind(batch, state)
 
     def row(self, row: Row, batch: int) -> None:
+        if self.system is not None:
+            row = row | self.system.latest()
         for listener in self.listeners:
             listener.row(row, batch)
 
@@ -43,6 +51,8 @@ class Listeners(RunListener):
         return {key: value for listener in self.listeners for key, value in listener.state().items()}
 
     def end(self) -> None:
+        if self.system is not None:
+            self.system.close()
         for listener in self.listeners:
             listener.end()
 
@@ -51,7 +61,9 @@ def make_listeners(config: RunConfig, rank: int) -> Listeners:
     """Console and metrics for rank 0; the other ranks only log what they decide."""
     listeners: list[RunListener] = [Console(config.run_folder, rank)]
     if rank == 0:
-        if config.loggers.tensorboard is not None:
-            listeners.insert(0, TensorBoard(config.loggers.tensorboard, config.run_folder))
+        if configured(config.loggers):
+            check_trackers(config.loggers, os.environ)
+            listeners.insert(0, TrackerProcess(config.run_folder, listeners[0].warn))
         listeners.insert(0, MetricsFile(config.run_folder))
+        return Listeners(listeners, SystemMetrics(None if config.device == "cpu" else find_rank_env().local_rank))
     return Listeners(listeners)

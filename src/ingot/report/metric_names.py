@@ -57,6 +57,12 @@ METRICS: dict[str, str] = {
     "memory/peak_resident_mem": "Largest resident memory of the process so far, in GB (CPU only).",
     "memory/peak_resident_mem/min": "The smallest of these over all ranks.",
     "memory/peak_resident_mem/max": "The largest of these over all ranks.",
+    # the machine of rank 0
+    "system/cpu_cores": "CPU cores that the process of rank 0 keeps busy.",
+    "system/resident_mem": "Resident memory of the process of rank 0, in GB.",
+    "system/gpu_utilization": "Fraction of time that the GPU of rank 0 ran kernels (needs the package nvidia-ml-py).",
+    "system/gpu_mem": "Memory in use on the GPU of rank 0, in GB, all processes together (needs nvidia-ml-py).",
+    "system/gpu_power": "Power of the GPU of rank 0, in watts (needs nvidia-ml-py).",
     # checkpoints
     "checkpoint/step": "Batch of the newest complete checkpoint.",
     "checkpoint/stall_seconds": "Seconds that the last save stopped training.",

@@ -252,7 +252,9 @@ class Trainer:
                 self.config.order_seed(self.config.sources.train), self.config.sources.train.shuffle
             )
             samples = np.sort(order.take(np.arange((anomaly.batch - 1) * size, anomaly.batch * size))).tolist()
-            run.record_anomaly({"batch": anomaly.batch, "what": anomaly.what, "action": done, "samples": samples})
+            back_to = {"back_to": progress.batch} if action is Action.ROLLBACK else {}
+            line = {"batch": anomaly.batch, "what": anomaly.what, "action": done, "samples": samples}
+            run.record_anomaly(line | back_to)
             self.listener.warn(f"{anomaly.what} at batch {anomaly.batch}: {done}; its samples are in {GUARDS}")
         self.executor.barrier()
         return action

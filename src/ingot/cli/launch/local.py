@@ -30,7 +30,8 @@ def local(arguments: Arguments = None, dry_run: DryRun = False, **options: Any) 
       ingot launch local mpt-125m data=./my-data --profile cpu \\
         --processes-per-node 2
     """
-    run_here(make_training_spec(arguments, {"nodes": 1, "gpus_per_node": count_gpus(), **options}), dry_run)
+    here = {"nodes": 1, "gpus_per_node": count_gpus()}
+    run_here(make_training_spec(arguments, here | options, inherits_env=True), dry_run)
 
 
 def run_here(spec: LaunchSpec, dry_run: bool) -> None:

@@ -8,6 +8,7 @@ METRICS = "metrics.jsonl"
 TOKENIZER = "tokenizer"
 LOGS = "logs"
 TENSORBOARD = "tensorboard"
+TRACKERS = "trackers"  # ids of the run at trackers, what they hold, files of offline ones
 SAMPLES = "samples"
 GUARDS = "guards.jsonl"  # skipped batches, and why
 OWNER = "owner.json"  # exists while a run owns the folder
@@ -15,6 +16,6 @@ STOP = "STOP"  # created by the user: save and stop
 FINISHED = "FINISHED"  # created at the end of a run
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, SAMPLES, GUARDS, FINISHED, FAILURES,
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, GUARDS, FINISHED, FAILURES,
         MICROBATCH, EVALUATIONS)  # fmt: skip
 """What `--fresh` removes."""

@@ -1,0 +1,1 @@
+"""Experiment trackers: W&B, MLflow, Comet, Trackio, TensorBoard, each fed from the files of the run folder."""
