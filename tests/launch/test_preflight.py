@@ -28,9 +28,11 @@ from ingot.launch.preflight.diagnosis import (
     slow_devices,
     wrong_clocks,
 )
+from ingot.launch.preflight.doctor import check_nodes
 from ingot.launch.preflight.node_checks import gpu_problem, nvlink_problem, resolve
 from ingot.launch.preflight.preflight import Preflight, StopSignal
 from ingot.launch.protocol import NODES_VARIABLE
+from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.failure_log import read_failures
 from ingot.launch.supervisor.node_agent import NodeAgent
@@ -265,6 +267,44 @@ def test_an_unknown_name_is_distinguished_from_the_loopback_address() -> None:
     assert "cannot resolve" in resolve("no-such-host.invalid")[1]
     assert "this node's own loopback address" in resolve("localhost")[1]
     assert resolve("192.0.2.7") == ("192.0.2.7", "")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["fd00::7", "192.0.2.7"], "192.0.2.7"),
+        (["fd00::7", "fd00::8"], "fd00::7,fd00::8"),
+        (["192.0.2.8", "192.0.2.7"], "192.0.2.7,192.0.2.8"),
+    ],
+)
+def test_addresses_of_the_first_node_are_compared_by_ip_version_4_where_it_has_any(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], expected: str
+) -> None:
+    """Whether a node looks up IPv6 addresses is its own setting, and no reason to exclude it."""
+    found = [(None, None, None, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: found)
+    assert resolve("first") == (expected, "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "found"),
+    [(None, 0, ("cpu", 0)), (None, 4, ("tcp", 4)), ("tcp", 0, ("tcp", 8)), ("azure-ndv4", 0, ("azure-ndv4", 8))],
+)
+def test_the_doctor_checks_nodes_like_this_one_unless_a_profile_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, gpus: int, found: tuple[str, int]
+) -> None:
+    specs: list[LaunchSpec] = []
+
+    def run(command: list[str], env: object) -> subprocess.CompletedProcess[str]:
+        specs.append(read_spec(Path(command[-1])))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    monkeypatch.setattr("ingot.launch.preflight.doctor.count_gpus", lambda: gpus)
+    monkeypatch.setattr("ingot.launch.preflight.doctor.subprocess.run", run)
+    assert check_nodes(None, asked) == 0
+    assert [(spec.profile, spec.gpus_per_node) for spec in specs] == [found]
 
 
 def test_a_signal_ends_the_wait_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
