@@ -6,7 +6,7 @@ import torch
 from ingot.checkpoint.hf.config import hf_class
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError
-from ingot.model.attention import KVCache, causal_bias
+from ingot.model.attention import KVCache, SdpaAttention, causal_bias
 from ingot.model.init import build_model
 from ingot.model.kernels.fused_attention import choose_attention, visible_span
 
@@ -80,3 +80,25 @@ def test_the_kernel_is_chosen_with_its_reason() -> None:
 def test_no_hugging_face_class_takes_a_window_silently(positions: str) -> None:
     with pytest.raises(CheckpointError, match=r"sliding_window=7: .* attends to all previous tokens"):
         hf_class(ModelConfig(positions=positions, sliding_window=7))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("new", "total"), [(7, 19), (1, 9), (16, 32), (5, 5)])
+def test_the_last_tokens_attend_without_a_stored_mask_as_by_the_formula(new: int, total: int, groups: int) -> None:
+    """As context parallelism and a key-value cache need it, forward and backward, compiled or not."""
+    torch._dynamo.reset()
+    one = config("learned", None).model_copy(update={"n_kv_heads": groups})
+    attend = SdpaAttention(one).prepare(new, total, CPU)
+    assert not isinstance(attend.bias, torch.Tensor)
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((2, 4, new, 8), (2, groups, total, 8), (2, groups, total, 8))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    repeated = (t.repeat_interleave(4 // groups, 1) for t in (k, v))
+    keys, values = repeated
+    scores = q @ keys.mT / 8**0.5 + causal_bias(None, new, total, CPU).double()
+    expected = scores.softmax(-1) @ values
+    wanted = torch.autograd.grad(expected.sin().sum(), (q, k, v))
+    for run in (attend, torch.compile(attend.__call__, backend="aot_eager", fullgraph=True, dynamic=False)):
+        found = run(q, k, v, None)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), (q, k, v)), wanted)

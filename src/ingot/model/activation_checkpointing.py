@@ -18,6 +18,7 @@ EXPENSIVE_OPS = {
     ATEN.addmm.default,
     ATEN._scaled_dot_product_flash_attention.default,
     ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._efficient_attention_forward.default,
     ATEN._scaled_dot_product_cudnn_attention.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
 }

@@ -7,11 +7,13 @@ layout: tensor parallelism can cut it between heads, which it cannot do with [al
 """
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ingot.config.model import ModelConfig
 from ingot.model.dropout import attention_keys, dropout
@@ -124,18 +126,40 @@ class SdpaAttention:
         slopes, window = self.slopes(), self.config.sliding_window
         masked = slopes is not None or documents is not None or total > (window or total)
         causal = not masked and new == total  # which torch's kernels know without a mask
-        bias = None if causal or (not masked and new == 1) else causal_bias(slopes, new, total, device, window)
+        if not masked:  # the last tokens of a sequence: a mask that is stored nowhere
+            return SdpaAttend(self.config, causal, None if causal or new == 1 else LastTokens(new, total),
+                              (self.heads.start, total - new))  # fmt: skip
+        bias = causal_bias(slopes, new, total, device, window)
         if documents is not None:
-            assert bias is not None
             other = documents[:, None, :, None] != documents[:, None, None, :]  # [B, 1, T, T]
             bias = bias.masked_fill(other, float("-inf"))
         return SdpaAttend(self.config, causal, bias, (self.heads.start, total - new))
 
 
+@dataclass(frozen=True)
+class LastTokens:
+    """The causal mask of the last tokens of a sequence, which torch's fused kernels take as a flag.
+
+    It has what torch reads of a `CausalBias`. That is a tensor, whose constructor allocates memory of the mask's shape.
+    """
+
+    seq_len_q: int
+    seq_len_kv: int
+    variant: CausalVariant = CausalVariant.LOWER_RIGHT
+
+    def _materialize(self, device: torch.device) -> Tensor:
+        """For a device without such kernels."""
+        shape = self.seq_len_q, self.seq_len_kv
+        return torch.ones(shape, device=device, dtype=torch.bool).tril(self.seq_len_kv - self.seq_len_q)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, grouped: bool) -> Tensor:
+        return CausalBias._dispatch(q, k, v, self, scale=scale, enable_gqa=grouped)  # type: ignore[arg-type]
+
+
 class SdpaAttend:
     """One forward pass of SdpaAttention."""
 
-    def __init__(self, config: ModelConfig, causal: bool, bias: Tensor | None, first: tuple[int, int]):
+    def __init__(self, config: ModelConfig, causal: bool, bias: Tensor | LastTokens | None, first: tuple[int, int]):
         """`first` is the number of this rank's first head, and the place of the first query in the sequence."""
         self.scale = config.softmax_scale or 1 / math.sqrt(config.head_width)
         self.grouped = config.kv_heads != config.n_heads
@@ -144,6 +168,8 @@ class SdpaAttend:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor | None) -> Tensor:
         if keys is not None and self.pdrop > 0:
             return self._with_dropout(q, k, v, keys)
+        if isinstance(self.bias, LastTokens):
+            return self.bias.attend(q, k, v, self.scale, self.grouped)
         bias = self.bias.to(q.dtype) if self.bias is not None else None
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=self.causal, scale=self.scale, enable_gqa=self.grouped
@@ -152,7 +178,9 @@ class SdpaAttend:
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
         """By the formula: torch's kernels draw masks of their own."""
         heads, new = q.shape[1:3]
-        bias = self.bias if self.bias is not None else causal_bias(None, new, k.shape[2], q.device)
+        bias = self.bias
+        if bias is None or isinstance(bias, LastTokens):
+            bias = causal_bias(None, new, k.shape[2], q.device)
         q = q.unflatten(1, (k.shape[1], -1))  # [B, G, H / G, T, D]
         scores = (q @ k.unsqueeze(2).mT).flatten(1, 2).float() * self.scale + bias  # [B, H, T, S]
         rows = attention_keys(keys, self.first[0], heads, self.first[1], new)  # [B, H, T]
