@@ -167,6 +167,33 @@ def test_a_residual_addition_and_norm_in_one_equal_the_two_apart(rows: int, widt
         assert y_bias.grad is not None and apart(y_bias.grad, total.grad.sum((0, 1))) < 1e-4
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("new", "total", "groups", "width"), [(512, 1536, 2, 64), (77, 200, 4, 80), (64, 128, 1, 128)])
+def test_the_last_tokens_of_a_sequence_attend_by_a_fused_kernel_as_by_the_formula(
+    new: int, total: int, groups: int, width: int, compiled: bool
+) -> None:
+    """As context parallelism needs it: no memory of the mask's shape, forward or backward."""
+    from ingot.config.model import ModelConfig
+    from ingot.model.attention import SdpaAttention, causal_bias
+
+    torch._dynamo.reset()
+    config = ModelConfig(d_model=4 * width, n_heads=4, n_kv_heads=groups, n_layers=1, vocab_size=50, max_seq_len=total)
+    attend = SdpaAttention(config).prepare(new, total, torch.device("cuda"))
+    shapes = ((2, 4, new, width), (2, groups, total, width), (2, groups, total, width))
+    fast = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+    slope = torch.randn(shapes[0], device="cuda").bfloat16()
+    exact = [t.detach().double().requires_grad_() for t in fast]
+    k, v = (t.repeat_interleave(4 // groups, 1) for t in exact[1:])
+    scores = exact[0] @ k.mT / width**0.5 + causal_bias(None, new, total, slope.device).double()
+    expected = scores.softmax(-1) @ v
+    wanted = torch.autograd.grad(expected, exact, slope.double())
+    run = torch.compile(attend.__call__, fullgraph=True, dynamic=False) if compiled else attend
+    found = run(*fast, None)
+    gradients = torch.autograd.grad(found, fast, slope)
+    assert apart(found, expected) < 5e-3
+    assert all(apart(a, b) < 1e-2 for a, b in zip(gradients, wanted, strict=True))
+
+
 @pytest.mark.parametrize(("batch", "time", "groups", "per_group", "width"), [(2, 300, 3, 1, 64), (1, 77, 2, 4, 80)])
 def test_heads_are_split_and_their_gradients_joined(
     batch: int, time: int, groups: int, per_group: int, width: int
