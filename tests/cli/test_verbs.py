@@ -30,7 +30,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_folder_holds_config_metrics_checkpoints_and_logs(trained: Path) -> None:
     assert yaml.safe_load((trained / "config.yaml").read_text())["model"]["d_model"] == 32
     assert (trained / "checkpoints" / "12" / "manifest.json").is_file()
-    assert "attention sdpa" in (trained / "logs" / "train.log").read_text()
+    assert "attention: sdpa" in (trained / "logs" / "train.log").read_text()
     assert (trained / "tokenizer" / "tokenizer.json").is_file()
 
 

@@ -72,7 +72,7 @@ def test_the_kernel_is_chosen_with_its_reason() -> None:
     assert choose_attention(config("learned", None), gpu, "bf16")[0] == "sdpa"
     assert choose_attention(config("alibi", 7), CPU, "bf16") == (
         "sdpa",
-        "ALiBi, a sliding window: torch's kernels, masks added to the scores, since our kernel for it needs a GPU",
+        "ALiBi, a sliding window: torch's kernels with a mask; our kernel needs a GPU",
     )
 
 

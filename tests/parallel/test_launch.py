@@ -52,7 +52,7 @@ def children(process: subprocess.Popen[str]) -> dict[int, int]:
 def test_nproc_starts_processes_and_keeps_the_log_of_each(ingot: Ingot, data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = ingot("train", *TINY, f"data={data}", f"save_folder={folder}", "--nproc", "2", "parallel.tensor=2")
-    assert "2 processes, tensor=2: as configured" in done.stdout and f"run folder: {folder}" in done.stdout
+    assert "2 processes, tensor=2 (as configured)" in done.stdout and f"run folder: {folder}" in done.stdout
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 12
     assert "2 processes, tensor=2" in (folder / "logs" / "rank-1.log").read_text()
     assert (folder / "checkpoints" / "12" / "manifest.json").is_file()

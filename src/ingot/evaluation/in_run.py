@@ -70,7 +70,7 @@ def open_tasks(config: RunConfig, tokenizer: Tokenizer | None, messages: Message
         messages.warn(line)
     questions = sum(len(part.questions) for part in found.tasks)
     labels = ", ".join(dict.fromkeys(part.task.label for part in found.tasks))
-    messages.note(f"tasks {labels}: {questions:,} questions, {sum(p.tokens for p in found.tasks):,} tokens a time")
+    messages.note(f"tasks: {labels} ({questions:,} questions, {sum(p.tokens for p in found.tasks):,} tokens each time)")
     return found
 
 

@@ -47,7 +47,8 @@ def training_spec(
     world = spec.processes * spec.nodes
     batch = config.global_train_batch_size
     layout, why = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), node=spec.processes)
-    notes.append(f"{count_of(spec.nodes, 'node')} x {count_of(spec.processes, 'process', 'es')}, {layout}: {why}")
+    nodes = f"{count_of(spec.nodes, 'node')} x {count_of(spec.processes, 'process', 'es')}"
+    notes.append(f"layout: {nodes}, {layout} ({why})")
     return spec, notes
 
 

@@ -65,7 +65,7 @@ def complete_layout(
         free = next((a for a in ("shard", "replicate") if asked[a] == "auto"), None)
         if free is not None:
             fixed[free] *= rest
-            why = f"parallel.{free} takes what the other axes leave of {world} processes"
+            why = f"parallel.{free} takes what the other axes leave"
     layout = Layout(**fixed)
     if problem := next(problems(layout, config, world, model, seq_len, batch), None):
         near = nearest(layout, config, world, model, seq_len, batch)

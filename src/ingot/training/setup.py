@@ -70,12 +70,14 @@ def plan_execution(config: RunConfig, env: RankEnv, listener: RunListener) -> Ex
     devices.check_precision(config, device)
     check_cuda_graphs(config, device, is_distributed)
     compiled, why_compiled = devices.choose_compile(config, device, layout)
-    listener.note(f"device {device.type}: {why_device}; precision {config.precision}, weights and optimizer in fp32")
+    listener.note(f"device: {device.type} ({why_device})")
+    listener.note(f"precision: {config.precision} (weights and optimizer in fp32)")
     if is_distributed:
-        count = f"{env.world} processes" if env.world > 1 else "one process, wrapped by FSDP2"
-        listener.note(f"{count}, {layout}: {why_layout}" if env.world > 1 else count)
+        several = f"{env.world} processes, {layout} ({why_layout})"
+        listener.note(f"layout: {several if env.world > 1 else 'one process, wrapped by FSDP2'}")
     deterministic = devices.make_deterministic(config, device, compiled)
-    listener.note(f"torch.compile {why_compiled}; deterministic kernels {'on' if deterministic else 'off'}")
+    listener.note(f"torch.compile: {why_compiled}")
+    listener.note(f"deterministic kernels: {'on' if deterministic else 'off'}")
     if isinstance(config.activation_checkpointing, float):
         devices.set_memory_budget(config.activation_checkpointing, compiled)
     return ExecutionPlan(env, device, layout, is_distributed, compiled)
@@ -85,7 +87,7 @@ def open_inputs(config: RunConfig, listener: RunListener) -> Inputs:
     """Open the datasets and the tokenizer, checked against the model."""
     shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     train = open_dataset(config.sources.train, *shape)
-    listener.note(f"data {train.describe()}")
+    listener.note(f"data: {train.describe()}")
     if train.padding_share >= MUCH_PADDING:
         fitting = "a smaller max_seq_len" if config.sources.train.mix else f"max_seq_len={_unpadded_length(train)}"
         listener.warn(
@@ -130,7 +132,7 @@ def build_executor(config: RunConfig, plan: ExecutionPlan, inputs: Inputs, liste
     """Meet the other ranks, if there are any, and build the model."""
     if plan.compiled and plan.device.type == "cuda":  # on a CPU, threads compile
         start_compilers()
-    listener.note(f"model {config.model.family}, {config.model.parameters:,} parameters")
+    listener.note(f"model: {config.model.family}, {config.model.parameters:,} parameters")
     if not plan.is_distributed:
         return build_single(config, plan.device, plan.compiled, listener)
     world = join_world(plan.rank_env, plan.device, config.parallel.join_timeout)

@@ -105,7 +105,7 @@ class Trainer:
         self.meter = StepMeter(config, executor, self.inputs.train, plan.compiled, self.remaining)
         cleanup.callback(self.meter.close)
         if self.meter.peak is not None:
-            listener.note(f"peak {self.meter.peak / 1e12:.3g} TFLOP/s for utilization ({self.meter.peak_source})")
+            listener.note(f"peak: {self.meter.peak / 1e12:.3g} TFLOP/s, for MFU ({self.meter.peak_source})")
         self.guard = Guard(config.guards, executor, scaled=self.scaler.enabled)
         self.run.open(fresh)
         if self.run.is_owner:

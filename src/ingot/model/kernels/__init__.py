@@ -80,14 +80,14 @@ def use_fp8(model: nn.Module, gathered: bool = False) -> int:
 def _attach_attention(model: GPT, device: torch.device, precision: str) -> list[str]:
     op = model.attention_op
     if not isinstance(op, SdpaAttention):
-        return ["attention: over the keys and values of all ranks of the context axis"]
+        return ["attention: sdpa (over the keys and values of all ranks of the context axis)"]
     kernel, why = choose_attention(model.config, device, precision)
     if kernel == "triton":
         model.attention_op = AlibiAttention(op, device)
         _fuse_attention(model, fuse_bias=False)
     elif kernel == "cudnn":
         model.attention_op = CudnnAttention(op)
-    return [f"attention {kernel}: {why}"]
+    return [f"attention: {kernel} ({why})"]
 
 
 def _attach_triton(model: GPT, gathered_weights: bool) -> None:

@@ -33,22 +33,22 @@ def choose_attention(config: ModelConfig, device: torch.device, precision: str) 
     }  # fmt: skip
     what = ", ".join(name for name, wanted in special.items() if wanted)
     if not what:
-        return "sdpa", "plain causal attention: torch picks cuDNN, Flash or its CPU kernel"
-    plain = "by the formula" if config.attn_pdrop > 0 else "torch's kernels, masks added to the scores"
+        return "sdpa", "plain causal attention; torch picks cuDNN, Flash or its CPU kernel"
+    plain = "by the formula" if config.attn_pdrop > 0 else "torch's kernels with a mask"
     if device.type != "cuda":
-        return "sdpa", f"{what}: {plain}, since our kernel for it needs a GPU"
+        return "sdpa", f"{what}: {plain}; our kernel needs a GPU"
     if precision == "fp32":
-        return "sdpa", f"{what}: {plain}, since our kernel for it is not exact enough for fp32"
+        return "sdpa", f"{what}: {plain}; our kernel is not exact enough for fp32"
     if why := why_no_triton(device):
-        return "sdpa", f"{what}: {plain} instead of our kernel: {why}"
+        return "sdpa", f"{what}: {plain}, not our kernel: {why}"
     if config.head_width > MOST_WIDTH:
-        return "sdpa", f"{what}: {plain}, since our kernel takes heads of up to {MOST_WIDTH}, not {config.head_width}"
+        return "sdpa", f"{what}: {plain}; our kernel takes heads of up to {MOST_WIDTH}, not {config.head_width}"
     if what == "deterministic=true" and precision != "fp16":
         why = why_no_cudnn(device, config.n_heads, config.kv_heads, config.head_width)
         if why is None:
-            return "cudnn", "its deterministic backward pass, at 2 to 25% more than its default, for deterministic=true"
+            return "cudnn", "deterministic=true: its deterministic backward pass, 2 to 25% slower than its default"
         return "triton", f"our kernel for {what}, 1.3 to 1.5 times the time of cuDNN's attention; {why}"
-    cost = "which skips what is not seen"
+    cost = "which skips keys that are not seen"
     if config.attn_pdrop > 0:
         cost = "1.3 to 1.5 times the time of cuDNN's attention, and more for the masks (how much was not measured)"
     return "triton", f"our kernel for {what}, {cost}"

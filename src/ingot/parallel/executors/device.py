@@ -65,13 +65,13 @@ def choose_compile(config: RunConfig, device: torch.device, layout: Layout) -> t
     if layout.pipeline > 1 and config.parallel.pipeline_schedule == "zero_bubble":
         if config.compile is True:
             raise ConfigError("compile=true does not work with pipeline_schedule=zero_bubble (torch cannot split it)")
-        return False, "off: torch cannot split a compiled backward pass as zero_bubble does"
+        return False, "off (torch cannot split a compiled backward pass as zero_bubble does)"
     if config.compile != "auto":
         return config.compile, "on" if config.compile else "off"
     if device.type == "cuda":
         why = why_no_triton(device)
-        return why is None, "on" if why is None else f"off: {why}"
-    return False, "off: compiling takes longer than it saves on a CPU"
+        return why is None, "on" if why is None else f"off ({why})"
+    return False, "off (compiling takes longer than it saves on a CPU)"
 
 
 def set_memory_budget(part: float, compiled: bool) -> None:
