@@ -3,6 +3,7 @@
 Any other exception that reaches the user is a bug of ingot and ends with exit code 1.
 """
 
+import errno
 import shlex
 
 EXIT_FINISHED = 0
@@ -58,8 +59,20 @@ class DiskError(IngotError):
 
 def disk_error(action: str, path: object, error: OSError) -> DiskError:
     """The error for a failed write."""
-    reason = error.strerror or str(error)
-    return DiskError(f"cannot {action} {path}: {reason}; free some space or choose another folder")
+    advice = _DISK_ADVICE.get(error.errno or 0, "free some space or choose another folder")
+    return DiskError(f"cannot {action} {path}: {error.strerror or error}; {advice}")
+
+
+_DISK_ADVICE = {
+    errno.EACCES: "choose a folder that you may write to",
+    errno.EPERM: "choose a folder that you may write to",
+    errno.EROFS: "choose a folder on a disk that can be written to",
+    errno.ENOENT: "choose another folder",
+    errno.ENOTDIR: "choose another folder",
+    errno.EEXIST: "choose another folder",
+    errno.EISDIR: "choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 class Interrupted(IngotError):

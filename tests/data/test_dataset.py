@@ -70,7 +70,10 @@ def test_a_split_that_does_not_exist_is_answered_with_those_that_do(tmp_path: Pa
 def test_nothing_at_the_path_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         open_at(tmp_path / "nowhere", split="train")
-    with pytest.raises(DataError, match=r"neither an index\.json"):
+    with pytest.raises(DataError, match="is empty; write a dataset there"):
+        open_at(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError, match=r"holds 1 \.txt, but no dataset .*; prepare it first"):
         open_at(tmp_path)
 
 

@@ -9,9 +9,10 @@ from conftest import TINY, Ingot
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.host_memory import available_memory
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
-from ingot.training.host_memory import available_memory, check_host_memory
+from ingot.training.runtime.memory_check import check_host_memory
 
 GIB = 2**30
 
@@ -25,7 +26,7 @@ def test_a_model_beyond_this_machine_is_refused_with_its_numbers(
     said = done.stderr
     assert done.returncode == 2 and "Traceback" not in said
     assert "parameters; training it takes at least" in said and "GiB are available" in said
-    assert "smaller recipe" in said and "parallel.shard" in said
+    assert "smaller recipe: the largest that fits is" in said and "parallel.shard" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -45,7 +46,7 @@ def test_the_bound_has_the_activations_of_one_sequence_per_process() -> None:
     one = estimate_memory(config.model, Layout(), config.parallel, replace(StepShape.of(config), micro=1))
     least = one.weights + one.gradients + one.optimizer + one.activations
     check_host_memory(config, Layout(), 1, int(least) + 1)
-    with pytest.raises(ConfigError, match="choose a smaller recipe"):
+    with pytest.raises(ConfigError, match="max_seq_len=1024 would fit"):
         check_host_memory(config, Layout(), 1, int(least) - 1)
 
 

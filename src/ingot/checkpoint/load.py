@@ -15,6 +15,7 @@ from ingot.checkpoint.store import CheckpointTensors, find_checkpoint
 from ingot.config.load import validate
 from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, ConfigError
+from ingot.host_memory import available_memory
 from ingot.model.gpt import GPT, allocate
 from ingot.parallel.dtensor import fill, local, local_offsets
 
@@ -22,6 +23,12 @@ from ingot.parallel.dtensor import fill, local, local_offsets
 def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
     """The model in a run folder, checkpoint or Hugging Face folder, in fp32 and ready for inference."""
     config, tensors = open_weights(Path(path))
+    needed, available = 4 * config.parameters, available_memory()
+    if torch.device(device).type == "cpu" and available is not None and needed > available:
+        raise CheckpointError(
+            f"{path} has {config.parameters:,} parameters: {needed / 2**30:.1f} GiB in fp32, and "
+            f"{available / 2**30:.1f} GiB are available; use a machine with more memory, or a GPU"
+        )
     model = allocate(config, device)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     fill_parameters(names, names.values(), tensors, str(path))

@@ -15,6 +15,7 @@ from ingot.cli.options import options_from
 from ingot.config.evaluation import EvalOptions
 from ingot.config.load import validate
 from ingot.errors import ConfigError
+from ingot.evaluation.eval_config import load_eval_config
 
 app = typer.Typer(add_completion=False)
 
@@ -80,7 +81,8 @@ def evaluate(
         raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks or --harness")
     if len(paths) > 1:
         raise ConfigError("several models are compared on tasks; add --tasks, or evaluate one at a time")
-    from ingot.evaluation.run import evaluate_run  # loads torch
+    load_eval_config(paths[0], overrides)  # what is wrong is said before torch loads
+    from ingot.evaluation.run import evaluate_run
 
     results = evaluate_run(paths[0], overrides)
     metrics = {name: v for label, (found, _) in results.items() for name, v in found.metrics(label).items()}

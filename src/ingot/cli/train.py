@@ -19,6 +19,7 @@ from ingot.launch.supervisor.rank_main import train_rank, use_expandable_segment
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
+from ingot.training.runtime.early_checks import check_early, may_have_gpu
 from ingot.training.runtime.lease import clear_stop_request
 
 SEVERAL_MACHINES = "Several machines"
@@ -75,7 +76,9 @@ def train(
     if here.world == 1 and "RANK" not in os.environ:
         node = find_node(nproc, world_size, node_rank, master_addr, master_port, lambda: _devices(config))
         batch = config.global_train_batch_size
-        choose_layout(config.parallel, node.world, config.model, batch, StepShape.of(config), node=node.processes)
+        work = StepShape.of(config)
+        layout, _ = choose_layout(config.parallel, node.world, config.model, batch, work, node=node.processes)
+        check_early(config, fresh, layout, node.processes, may_have_gpu())
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
             flags = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
             command = ["train", *flags, "--", *arguments]

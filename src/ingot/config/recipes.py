@@ -28,9 +28,19 @@ def find_recipe(name: str) -> Path:
         return shipped
     if path.suffix in (".yaml", ".yml", ".json") or "/" in name:
         raise ConfigError(f"no such config file: {name}")
-    close = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else "see `ingot recipes list`."
-    raise ConfigError(f"'{name}' is neither a file nor a recipe; {hint}")
+    raise ConfigError(f"'{name}' is neither a file nor a recipe; {_closest_recipes(name)}")
+
+
+def _closest_recipes(name: str) -> str:
+    """The recipe of nearly this name; or those of the family, such as gpt3 for gpt2; or where all are."""
+    names = recipe_names()
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    families = sorted({found.rpartition("-")[0] or found for found in names})
+    for family in difflib.get_close_matches(name.rpartition("-")[0] or name, families, n=1, cutoff=0.6):
+        members = [found for found in names if found.rpartition("-")[0] == family]
+        return f"did you mean one of {', '.join(members[:4])}?"
+    return "see `ingot recipes list`"
 
 
 def check_recipe(arguments: Sequence[str]) -> None:

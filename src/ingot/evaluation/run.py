@@ -1,18 +1,14 @@
 """Evaluating a finished model: `ingot eval`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ingot.checkpoint.hf.folder import read_hf
 from ingot.checkpoint.hf.transfer import tokenizer_folder
 from ingot.checkpoint.load import load_model
-from ingot.checkpoint.store import find_checkpoint
-from ingot.config.load import load_config
-from ingot.config.run import EVAL_BATCH, RunConfig
+from ingot.config.run import EVAL_BATCH
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.tokenizer import load_tokenizer
-from ingot.errors import ConfigError
+from ingot.evaluation.eval_config import load_eval_config
 from ingot.evaluation.validation import Evaluation, evaluate
 from ingot.model.kernels import attach
 from ingot.parallel.executors.device import choose_device
@@ -23,15 +19,8 @@ from ingot.parallel.loss_model import LossModel
 def evaluate_run(path: Path, overrides: Sequence[str]) -> dict[str, tuple[Evaluation, str]]:
     """The loss of a run, checkpoint or Hugging Face folder on its validation sets by label, or on other data by
     overrides; with a line that says what was evaluated on."""
-    if (path / "config.json").is_file():
-        model_values = json.loads(read_hf(path)[0].model_dump_json())
-        base = {"model": model_values, "max_seq_len": model_values["max_seq_len"]}
-    else:
-        base = find_checkpoint(path).state["config"]
-    config = load_config(RunConfig, overrides, base)
+    config = load_eval_config(path, overrides)
     sources = config.sources.eval_sources
-    if not sources:
-        raise ConfigError("there is no validation data; name it with data.eval.path=... data.eval.split=...")
     device, _ = choose_device(config)
     shape = (config.max_seq_len, config.model.vocab_size, config.no_loss_after_token)
     data = {label: open_dataset(source, *shape) for label, source in sources.items()}

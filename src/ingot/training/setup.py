@@ -24,8 +24,8 @@ from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import join_world
-from ingot.training.host_memory import check_host_memory
 from ingot.training.listener import RunListener
+from ingot.training.runtime.memory_check import check_host_memory
 from ingot.training.runtime.run_files import METRICS
 from ingot.training.runtime.run_folder import ResumeState
 from ingot.training.runtime.stop import start_compilers

@@ -72,8 +72,8 @@ def _shard_info(entry: dict[str, Any], path: Path) -> MdsShardInfo:
         raise DataError(f"{path} has a pickled column, which could run code when read; use another encoding")
     if COLUMN not in names:
         raise DataError(
-            f"{path} has the columns {', '.join(names)} but no column '{COLUMN}'; to turn text into tokens, run "
-            "`ingot prepare` with a tokenizer"
+            f"{path.parent} was prepared without a tokenizer: its columns are {', '.join(names)}, and training needs "
+            f"'{COLUMN}'; run the same `ingot prepare` again with --tokenizer TOKENIZER --reprocess"
         )
     column = names.index(COLUMN)
     packed = _shard_file(entry["zip_data"], path) if entry.get("zip_data") else None

@@ -18,8 +18,9 @@ from ingot.data.formats.indexed_reader import FlatShard, IndexFile, split_edges
 from ingot.data.formats.mds_reader import MdsShard, ShardFile, read_index, token_dtype, tokens_by_index
 from ingot.data.loading.mixture import Mixture
 from ingot.data.loading.shard_cache import CachedFile, ShardCache
-from ingot.data.loading.token_dataset import Dataset, Meta, SampleSpec, TokenDataset
+from ingot.data.loading.token_dataset import Dataset, Meta, SampleSpec, TokenDataset, check_vocabulary
 from ingot.data.prepare.progress import follow
+from ingot.data.sources.suffixes import count_by_suffix
 from ingot.errors import DataError
 from ingot.storage.object_store import Forbidden, Remote
 
@@ -170,7 +171,35 @@ def locate(path: Path, split: str | None) -> tuple[str, Path]:
         raise DataError(f"{path} holds the splits {', '.join(splits)}; name one with split=...")
     if not path.exists():
         raise DataError(f"{path} does not exist; write a dataset there with `ingot prepare`")
-    raise DataError(f"{base} holds neither an index.json (MDS) nor a .idx file (Megatron); see `ingot prepare`")
+    raise _not_prepared_error(path, split)
+
+
+def _not_prepared_error(path: Path, split: str | None) -> DataError:
+    """What is at a path that holds no dataset, and what to do with it."""
+    prepare = f"`ingot prepare {path} --out_root my-data --tokenizer TOKENIZER`"
+    if path.is_file():
+        return DataError(f"{path} is a file, not a dataset; prepare it first: {prepare}")
+    if split and ((path / "index.json").is_file() or any(path.glob("*.idx"))):
+        return DataError(f"{path} is a dataset itself and has no split '{split}'; set split to null for it")
+    files = sorted(p.name for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+    if not files:
+        return DataError(f"{path} is empty; write a dataset there with `ingot prepare`")
+    return DataError(
+        f"{path} holds {count_by_suffix(files)}, but no dataset (no index.json, no .idx); prepare it first: {prepare}"
+    )
+
+
+def check_local(source: SourceConfig, vocab_size: int) -> None:
+    """Refuse data that is missing, not prepared, without tokens or of a larger vocabulary, from small files alone and
+    without fetching anything."""
+    places: Mapping[str, DatasetConfig] = source.mix or {"": source}
+    for place in places.values():
+        if place.remote is None:
+            kind, path = locate(Path(place.path), place.split)
+            if kind == "mds":
+                read_index(path / "index.json")
+            meta = read_meta(path / "meta.json" if kind == "mds" else Path(f"{path}.meta.json"))
+            check_vocabulary(str(path), meta.max_token, vocab_size)
 
 
 def split_folders(path: Path) -> set[str]:

@@ -123,12 +123,7 @@ class TokenDataset(Dataset):
         self._lock = threading.Lock()
         self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._announced = range(0)
-        highest, size = self.meta.max_token, self.spec.vocab_size
-        if highest is not None and size is not None and highest >= size:
-            raise DataError(
-                f"{self.where} holds token ids up to {highest}, beyond the model's vocabulary of {size}; set "
-                f"model.vocab_size to at least {highest + 1} or prepare it with the model's tokenizer"
-            )
+        check_vocabulary(self.where, self.meta.max_token, self.spec.vocab_size)
 
     def describe(self) -> str:
         shards, samples = count_of(len(self.names), "shard"), count_of(self.samples, "sample")
@@ -234,4 +229,13 @@ class TokenDataset(Dataset):
         raise DataError(
             f"{self.where}: sample {ids[k]} holds token id {rows[k, column]} (in {name}), outside the model's "
             f"vocabulary of {vocab_size}; prepare the data with the model's tokenizer or set model.vocab_size"
+        )
+
+
+def check_vocabulary(where: str, highest: int | None, size: int | None) -> None:
+    """Refuse data with token ids beyond the model's vocabulary, as far as both are known."""
+    if highest is not None and size is not None and highest >= size:
+        raise DataError(
+            f"{where} holds token ids up to {highest}, beyond the model's vocabulary of {size}; set "
+            f"model.vocab_size to at least {highest + 1} or prepare it with the model's tokenizer"
         )

@@ -95,15 +95,12 @@ def changed_keys(config: RunConfig, manifest: Manifest) -> list[str]:
     old, new = ({key: value for key, value in flatten(values).items() if value != {}} for values in configs)
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
     shown = {k: f"{k} was {old.get(k)} and is now {new.get(k)}" for k in changed}
-    for key in changed:
-        if key.startswith("model.") and not key.endswith("_pdrop"):
-            raise CheckpointError(
-                f"the checkpoint {manifest.folder} is of another model ({shown[key]}); choose another save_folder, or "
-                "start over with --fresh"
-            )
-        if key in FIXED:
-            raise CheckpointError(
-                f"the checkpoint {manifest.folder} cannot be continued: {shown[key]}, which would change the order of "
-                "the data or the meaning of its state; choose another save_folder, or start over with --fresh"
-            )
+    then = "choose another save_folder, or start over with --fresh"
+    if model := [shown[key] for key in changed if key.startswith("model.") and not key.endswith("_pdrop")]:
+        raise CheckpointError(f"the checkpoint {manifest.folder} is of another model ({'; '.join(model)}); {then}")
+    if fixed := [shown[key] for key in changed if key in FIXED]:
+        raise CheckpointError(
+            f"the checkpoint {manifest.folder} cannot be continued: {'; '.join(fixed)}, which would change the order "
+            f"of the data or the meaning of its state; {then}"
+        )
     return [text for key, text in shown.items() if not key.startswith(EXECUTION)]
