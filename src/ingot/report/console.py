@@ -3,11 +3,14 @@
 Only rank 0 has a screen. It logs everything to logs/train.log; the other ranks log their notes to logs/rank-N.log.
 """
 
+import errno
 import os
 import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -47,8 +50,34 @@ class _Figures(ProgressColumn):
         return text
 
 
+class _Stdout:
+    """Standard output, where a lost terminal is a broken pipe: writing to it may fail before the signal arrives."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> int:
+        with self._lost_is_broken():
+            return sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with self._lost_is_broken():
+            sys.stdout.flush()
+
+    @contextmanager
+    def _lost_is_broken(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise (BrokenPipeError() if error.errno == errno.EIO else error) from None
+
+
 class _Output(Screen):
-    """Standard output. If its reader ends (`| head`, or Ctrl-C in front of `| tee`), the run goes on and only logs."""
+    """Standard output. If its reader ends (`| head`, Ctrl-C in front of `| tee`) or the terminal closes, the run
+    goes on and only logs."""
+
+    def __init__(self, **options: Any):
+        super().__init__(file=_Stdout(), **options)  # type: ignore[arg-type]
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
