@@ -18,7 +18,7 @@ from ingot.launch.job_states import is_living
 from ingot.launch.kubernetes.kubectl import state_of
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import read_spec
-from ingot.launch.status import _pieces
+from ingot.launch.status import Status, _pieces
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
 
 # answers `get` with the file `object`, keeps what is applied in `applied`
@@ -91,6 +91,12 @@ def test_a_cluster_that_does_not_answer_leaves_the_state_unknown_and_nothing_don
     put_on_path(monkeypatch, tmp_path / "bin", "kubectl", "sys.exit('connection refused')")
     assert "state: unknown" in ingot("status", str(run)).stdout
     assert "does not answer, so job mine-0abc12 was not ended" in ingot("stop", "--now", str(run)).stdout
+
+
+@pytest.mark.parametrize(("verb", "shown"), [("train", True), ("prepare", False)])
+def test_only_a_run_that_trains_is_said_to_have_checkpoints(verb: str, shown: bool) -> None:
+    assert ("no checkpoint yet" in Status("running", verb=verb).lines()) == shown
+    assert ("last checkpoint: batch 7" in Status("running", verb=verb, checkpoint=7).lines()) == shown
 
 
 def test_a_preparation_that_ends_while_its_journals_are_read_is_not_an_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ingot.launch.kubernetes.kubectl import apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
 from ingot.launch.kubernetes.pod_agent import run_pod
 from ingot.launch.programs import ProgramError
-from ingot.launch.protocol import EXIT_NEW_PODS
+from ingot.launch.protocol import EXIT_NEW_PODS, LaunchFolder
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
 from ingot.launch.supervisor.attempt import Outcome
@@ -268,7 +268,9 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
             return Outcome(1, False)
         if end in ("fault", "progress"):
             return Outcome(1, False, 0, Failure("lost a GPU", "machine", 1, 0.0))
-        return Outcome({"finished": 0, "stopped": 75}[end], end == "stopped")
+        if end == "asked":
+            (run / "STOP").touch()
+        return Outcome({"finished": 0, "stopped": 75, "asked": 75}[end], end == "stopped")
 
     monkeypatch.setattr(worker, "run_attempt", attempt)
     monkeypatch.setattr("ingot.launch.supervisor.restart_policy.BACK_OFF_SECONDS", (0.0, 0.0, 0.0))
@@ -282,6 +284,7 @@ def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> Non
         (["progress", "progress", "fault", "progress", "finished"], 0),
         (["fault", "fault"], EXIT_NEW_PODS),  # new pods
         (["stopped"], EXIT_NEW_PODS),  # a drained node, say: the run goes on elsewhere
+        (["asked"], 0),  # by the file STOP: nothing more to do
         (["lost", "lost", "lost"], EXIT_NEW_PODS),  # attempts of which nothing is recorded: new pods
     ],
 )
@@ -303,8 +306,9 @@ def test_a_late_pod_joins_the_attempt_that_the_others_are_in(tmp_path: Path, mon
     one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    one.folder.mkdir(parents=True)
+    folder = LaunchFolder(run).path
+    folder.mkdir(parents=True)
     for ended in (1, 2):
-        (one.folder / f"code.{LAUNCH}.0.{ended}").write_text("1\n")
+        (folder / f"code.{LAUNCH}.0.{ended}").write_text("1\n")
     assert run_pod(one, {"INGOT_JOB_ATTEMPT": f"{LAUNCH}.0"}) == 0
-    assert (one.folder / f"code.{LAUNCH}.0.3").read_text() == "0\n"
+    assert (folder / f"code.{LAUNCH}.0.3").read_text() == "0\n"

@@ -206,6 +206,11 @@ class LaunchSpec(Section):
         """Processes on each node."""
         return self.processes_per_node or self.gpus_per_node or 1
 
+    @property
+    def folder(self) -> Path:
+        """The launcher's folder."""
+        return LaunchFolder(Path(self.run_folder)).path
+
     def write(self) -> Path:
         """Write the spec into the run folder, readable only by its owner."""
         path = LaunchFolder(Path(self.run_folder)).spec_file
