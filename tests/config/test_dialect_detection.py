@@ -96,7 +96,8 @@ def corpora(ingot: Ingot, data: Path, tmp_path: Path) -> list[str]:
 def test_a_file_of_each_vocabulary_trains(ingot: Ingot, data: Path, tmp_path: Path, corpora: list[str]) -> None:
     small = HERE / "foundry/mpt-small-cpu.yaml"
     foundry = [small, f"data_local={data}", "train_loader.dataset.split=train", "eval_loader.dataset.split=val",
-               "model.vocab_size=320", "max_duration=2ba", "max_seq_len=32", "loggers=null"]  # fmt: skip
+               "model.vocab_size=320", "max_duration=2ba", "max_seq_len=32", "loggers=null",
+               "icl_tasks=null"]  # fmt: skip
     web, books, tokenizer = corpora
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
              "train_iters": 2, "padded_vocab_size": 320, "split": "8,1,1", "eod_mask_loss": True, "eval_iters": 1}  # fmt: skip

@@ -2,11 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from decay import decayed
 
 from ingot.config.durations import BatchClock
+from ingot.config.evaluation import GauntletConfig
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.migrate import load_run_config, translate
@@ -257,4 +260,53 @@ def test_every_key_of_a_file_is_accounted_for() -> None:
         translation = translate([str(FILES / f"{name}.yaml")])
         assert set(translation.given) <= set(translation.rows) and not translation.problems
     rows = translate([str(FILES / "mpt-small-cpu.yaml")]).rows
-    assert rows["icl_tasks"].text.startswith("not run here") and rows["autoresume"].fate == "not needed"
+    assert rows["icl_tasks"].text.startswith("eval.tasks: ") and rows["autoresume"].fate == "not needed"
+
+
+TASK = {"label": "copa", "dataset_uri": "copa.jsonl", "num_fewshot": [0], "icl_task_type": "multiple_choice"}
+CODE = {"label": "code", "dataset_uri": "x.jsonl", "num_fewshot": [0], "icl_task_type": "code_evaluation"}
+HUB = {"label": "hub", "dataset_uri": "hf://a/b", "num_fewshot": [0], "icl_task_type": "multiple_choice"}
+CATEGORIES = {"categories": [{"name": "all", "benchmarks": [{"name": "copa", "num_fewshot": 0}]},
+                             {"name": "more", "benchmarks": [{"name": "copa", "num_fewshot": 0}]}]}  # fmt: skip
+
+
+def changed(folder: Path, changes: dict[str, Any]) -> str:
+    """A copy of a file with other values."""
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load((FILES / "mpt-125m.yaml").read_text()) | changes))
+    return str(file)
+
+
+@pytest.mark.parametrize("tasks", ["eval/yamls/tasks.yaml", [TASK], [TASK, {**TASK, "label": "two"}]])
+def test_downstream_tasks_keep_their_files_or_what_is_written_out(tasks: Any, tmp_path: Path) -> None:
+    own = changed(tmp_path, {"icl_tasks": tasks, "eval_gauntlet": {**CATEGORIES, "weighting": "EQUAL"},
+                                   "eval_first": True, "icl_seq_len": 64, "icl_subset_num_batches": 3})  # fmt: skip
+    config = load_run_config([own])
+    names = [tasks] if isinstance(tasks, str) else [task["label"] for task in tasks]
+    assert [task if isinstance(task, str) else task.label for task in config.eval.tasks] == names
+    assert isinstance(config.eval.gauntlet, GauntletConfig) and len(config.eval.gauntlet.categories) == 2
+    assert (config.eval_first, config.icl_seq_len, config.icl_subset_num_batches) == (True, 64, 3)
+
+
+def test_tasks_that_cannot_be_scored_are_named_and_left_out(tmp_path: Path) -> None:
+    own = changed(tmp_path, {"icl_tasks": [TASK, CODE, HUB]})
+    translation = translate([own])
+    assert [task["label"] for task in translation.values["eval"]["tasks"]] == ["copa"]
+    for name in ("code", "hub"):
+        assert any(f"icl_tasks: {name} is left out" in warning for warning in translation.warnings)
+
+
+def test_several_eval_loaders_become_validation_sets_by_label(tmp_path: Path) -> None:
+    one = {"name": "text", "dataset": {"local": "/one", "split": "val"}, "num_workers": 8}
+    two = {"name": "text", "dataset": {"local": "/two", "remote": "s3://b/two", "split": "val", "shuffle": True}}
+    own = changed(tmp_path, {"eval_loader": [{**one, "label": "one"}, {**two, "label": "two"}]})
+    sources = load_run_config([own]).sources.eval_sources
+    found = {label: (source.path, source.remote, source.shuffle) for label, source in sources.items()}
+    assert found == {"one": ("/one", None, False), "two": ("/two", "s3://b/two", True)}
+    own = changed(tmp_path, {"eval_loader": [{**one, "label": "one"}, two]})
+    with pytest.raises(ConfigError, match="each of several loaders needs a label"):
+        load_run_config([own])
+    bad = {"name": "text", "dataset": {"local": "/one", "nonsense": 3}, "label": "bad"}
+    own = changed(tmp_path, {"eval_loader": [{**one, "label": "one"}, bad]})
+    with pytest.raises(ConfigError, match=r"bad: dataset\.nonsense: unknown key"):
+        load_run_config([own])

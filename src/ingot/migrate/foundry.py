@@ -9,9 +9,10 @@ import re
 import sys
 from typing import Any
 
+from ingot.config.dotted_keys import flatten
 from ingot.errors import ConfigError
 from ingot.migrate.megatron_common import put_parallel
-from ingot.migrate.translation import Dialect, Translation, order_of
+from ingot.migrate.translation import REFUSED, Dialect, Translation, order_of
 
 INITS = ("model.init_config.name", "model.param_init_fn")
 STDS = ("model.init_config.init_std", "model.init_std")
@@ -34,8 +35,9 @@ def _translate(t: Translation) -> None:
     _loader(t, "data.train", "train_loader")
     if any(key.startswith("eval_loader.") for key in t.given):
         _loader(t, "data.eval", "eval_loader")
-    elif t.get("eval_loader"):
-        t.refuse("eval_loader", "names several datasets, and a run evaluates on one; keep one")
+    elif isinstance(loaders := t.get("eval_loader"), list):
+        _eval_loaders(t, loaders)
+    _tasks(t)
 
 
 def _model(t: Translation) -> None:
@@ -253,6 +255,68 @@ def _loader(t: Translation, native: str, loader: str) -> None:
                 key,
                 "each stream has its own local, remote, split, cache_limit and proportion; set it there",
             )
+
+
+def _eval_loaders(t: Translation, loaders: list[Any]) -> None:
+    """Several validation sets, by their labels."""
+    others = {key: value for key, value in t.given.items() if key != "eval_loader"}
+    for loader in loaders:
+        label = loader.get("label") if isinstance(loader, dict) else None
+        if not label:
+            t.refuse("eval_loader", "each of several loaders needs a label")
+            continue
+        alone = Translation(t.dialect, others | flatten({"eval_loader": loader}), t.lines, t.elsewhere, t.peer_version)
+        alone.run()
+        for row in alone.rows.values():
+            if row.key.startswith("eval_loader") and row.fate == REFUSED:
+                t.refuse("eval_loader", f"{label}: {row.key.removeprefix('eval_loader.')}: {row.text}")
+        if found := alone.values.get("data", {}).get("eval"):
+            t.put(f"data.eval.{label}", found, "eval_loader")
+
+
+def _tasks(t: Translation) -> None:
+    """Downstream tasks: the names of their files, or what the config writes out."""
+    for key, native in (("icl_tasks", "eval.tasks"), ("eval_gauntlet", "eval.gauntlet")):
+        value = t.get(key)
+        parts = [name for name in t.given if name == key or name.startswith(f"{key}.")]
+        if not any(t.given[name] for name in parts):
+            continue
+        if value is None:  # a section, or a list of one, was written out as dotted keys
+            value = _nested({name.removeprefix(f"{key}."): t.given[name] for name in parts})
+        if key == "icl_tasks":
+            value = _known_tasks(t, value if isinstance(value, list) else [value])
+        if value and (key == "icl_tasks" or "eval" in t.values):
+            t.put(native, value, *parts)
+        else:
+            t.skip("no task is left to score", *parts)
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, leaf = key.split(".")
+        inner = found
+        for name in sections:
+            inner = inner.setdefault(name, {})
+        inner[leaf] = value
+    return found
+
+
+def _known_tasks(t: Translation, tasks: list[Any]) -> list[Any]:
+    """The tasks that can be scored here; a warning names the others."""
+    known = []
+    for task in tasks:
+        values = task if isinstance(task, dict) else {}
+        reason = ""
+        if values.get("icl_task_type") == "code_evaluation":
+            reason = "code_evaluation runs generated programs, which ingot does not"
+        elif str(values.get("dataset_uri", "")).startswith("hf://"):
+            reason = "data sets of the hub are not read as tasks; save it as a .jsonl file and name that"
+        if reason:
+            t.warnings.append(f"icl_tasks: {values.get('label')} is left out: {reason}")
+            continue
+        known += [{key: value for key, value in values.items() if value not in ({}, None)} if values else task]
+    return known
 
 
 def _time(value: Any) -> str:
