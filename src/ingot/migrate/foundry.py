@@ -311,7 +311,7 @@ def _known_tasks(t: Translation, tasks: list[Any]) -> list[Any]:
         if values.get("icl_task_type") == "code_evaluation":
             reason = "code_evaluation runs generated programs, which ingot does not"
         elif str(values.get("dataset_uri", "")).startswith("hf://"):
-            reason = "data sets of the hub are not read as tasks; save it as a .jsonl file and name that"
+            reason = "datasets of the hub are not read as tasks; save it as a .jsonl file and name that"
         if reason:
             t.warnings.append(f"icl_tasks: {values.get('label')} is left out: {reason}")
             continue
