@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Ingot
 
 from ingot.data.prepare.options import PrepareOptions, check_options
+from ingot.data.prepare.prepare import prepare
 from ingot.data.sources import documents, plain_text
 from ingot.data.sources import pieces as sources
 from ingot.data.sources.input_files import describe_documents, find_files
@@ -129,3 +132,24 @@ def test_numbers_of_documents_are_of_the_file_and_not_of_the_block(
     (tmp_path / "a.txt").write_text("\n\n".join(f"paragraph {i}" for i in range(100)))
     _, records, _ = read(tmp_path / "a.txt", "paragraph")
     assert np.array_equal(records, range(100))
+
+
+def test_a_separator_that_never_occurs_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one text")
+    said: list[str] = []
+    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=None, documents="<|endoftxt|>", show=said.append)
+    assert "warning: '<|endoftxt|>' is in none of the files, so each is one document" in said
+    said.clear()
+    prepare(tmp_path / "a.txt", tmp_path / "second", tokenizer=None, documents=" ", show=said.append)
+    assert not any("warning" in line for line in said)
+
+
+def test_a_name_that_is_not_utf_8_is_shown_in_a_strict_terminal(ingot: Ingot, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "ok.txt").write_text("good text")
+    (tmp_path / "texts" / os.fsdecode(b"bad\xff.txt")).write_bytes(b"\0")
+    done = ingot(
+        "prepare", "texts", "-o", "out", "--on-error", "skip", env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    )
+    assert "bad\\udcff.txt: NUL bytes" in done.stdout
+    assert "warning: without --tokenizer the shards hold text" in done.stderr  # at once, before the work

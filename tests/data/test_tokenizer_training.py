@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ingot.cli.main import app
+from ingot.data import tokenizer_training
 from ingot.data.document_sample import DocumentSample
-from ingot.data.sources import pieces
+from ingot.data.sources import documents, pieces
 from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_report import measure_fit
 from ingot.data.tokenizer_training import train_tokenizer
@@ -107,6 +108,33 @@ def test_a_fit_counts_tokens_and_notices_texts_that_change(tmp_path: Path) -> No
     tokenizer.backend.normalizer = normalizers.Lowercase()
     changed = measure_fit(tokenizer, [HARD.lower(), "xABC"])
     assert changed.changed == 1 and changed.first_change == "'ABC' decodes to 'abc'"
+
+
+@pytest.mark.parametrize("splitter", ["gpt2", "cl100k"])
+def test_long_texts_are_learned_in_parts_with_the_same_result(
+    splitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = " ".join(f"word{i % 97} and{'  ' * (i % 3)} it's{chr(10) * (i % 4)} naïve" for i in range(5000))
+    whole = train_tokenizer([text], 500, splitter=splitter)
+    parts: list[str] = []
+    monkeypatch.setattr(tokenizer_training, "_PART", 1000)
+    for part in tokenizer_training._parts(text):
+        parts.append(part)
+    assert "".join(parts) == text and max(map(len, parts)) <= 1000
+    assert train_tokenizer([text], 500, splitter=splitter).fingerprint() == whole.fingerprint()
+
+
+def test_an_endless_word_is_learned_in_parts(tmp_path: Path) -> None:
+    assert max(map(len, tokenizer_training._parts("x" * 200_000))) == 4096
+    assert train_tokenizer(["xyz" * 100_000], 300).vocab_size > 257
+
+
+def test_a_huge_line_is_sampled_and_never_held_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 1 << 20)
+    for number, line in enumerate(("word " * 800_000, "x" * 4_000_000)):
+        (tmp_path / f"{number}.txt").write_text(line)
+        texts = list(DocumentSample.of([tmp_path / f"{number}.txt"], 10_000_000))
+        assert "".join(texts) == line and len(texts) > 2
 
 
 def test_the_verb_trains_shows_and_compares(corpus: Path, tmp_path: Path) -> None:

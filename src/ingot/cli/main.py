@@ -1,5 +1,6 @@
 """The `ingot` command."""
 
+import io
 import os
 import sys
 import traceback
@@ -115,6 +116,9 @@ def all_commands(command: Any = None, name: str = "ingot") -> Iterator[tuple[str
 
 def main() -> None:
     """Run a verb; a failure is one sentence on standard error and a non-zero exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be valid UTF-8
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     hint = "" if debug else "; run again with --debug for the stack trace"

@@ -69,10 +69,12 @@ class DocumentSample:
             if self.share < 1 and int(taken) == before:
                 continue
             blocks = read_piece(piece, self.options, _line_end)
+            continues = False  # whether a document goes on in the next block
             for block in (block for block, _ in self.holdout.select(blocks)) if self.holdout else blocks:
                 self.bad += [f"{block.path}, record {record + 1}: {problem}" for record, problem in block.bad]
                 for text in block.texts:
-                    self.documents += block.ends
+                    self.documents += not continues
+                    continues = not block.ends
                     self.bytes += len(text)
                     yield text.decode()
                     if self.bytes >= self.limit:
@@ -82,6 +84,6 @@ class DocumentSample:
             raise DataError(f"{self.files[0].path}: no text in the input{reason}")
 
 
-def _line_end(text: str, low: int, high: int) -> int | None:
-    """A huge text is cut after a line: a token across that place would not be learned anyway."""
-    return text.rfind("\n", low, high) + 1 or None
+def _line_end(text: str, low: int, high: int) -> int:
+    """A huge text is cut after a line, or else after a word: a token across that place would not be learned anyway."""
+    return text.rfind("\n", low, high) + 1 or text.rfind(" ", low, high) + 1 or high

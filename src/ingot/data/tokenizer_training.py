@@ -4,8 +4,9 @@ Deterministic: Hugging Face's trainer counts words and breaks ties by id, so the
 same merges. The first special token ends documents and has id 0, as in GPT-NeoX's tokenizer.
 """
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ _CL100K = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITTERS = ("gpt2", "cl100k")
+_PART = 1 << 16  # characters
+_BETWEEN_WORDS = re.compile(r"[a-zA-Z](?= [a-zA-Z])")
+_LONGEST_WORD = 4096
+_ENDLESS_WORD = re.compile(rf"\S{{{_LONGEST_WORD}}}")
 _LARGEST = 1_000_000
 
 
@@ -46,7 +51,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator((part for text in texts for part in _parts(text)), trainer)
     tokenizer = Tokenizer(backend, {"eos_token": special_tokens[0]})
     if folder is not None:
         tokenizer.save(folder)
@@ -59,6 +64,27 @@ def describe_result(tokenizer: Tokenizer, wanted: int, documents: int, size: int
     if tokenizer.vocab_size == wanted:
         return f"{folder}: {learned}"
     return f"{folder}: {learned}, fewer than the {wanted:,} asked for: no other pair of tokens occurs twice"
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text in parts of bounded size, since the library collects 256 of them before it counts words. It is cut between
+    two words, where nothing is merged; an endless word is cut anywhere, since merging takes memory by the length."""
+    start = 0
+    while len(text) - start > _PART:
+        window = text[start + _PART // 2 : start + _PART]
+        between = _BETWEEN_WORDS.search(window)
+        end = start + _PART // 2 + (between.end() if between else _PART // 2)
+        yield from _without_endless_words(text[start:end])
+        start = end
+    yield from _without_endless_words(text[start:])
+
+
+def _without_endless_words(text: str) -> Iterator[str]:
+    if not _ENDLESS_WORD.search(text):
+        yield text
+        return
+    for start in range(0, len(text), _LONGEST_WORD):
+        yield text[start : start + _LONGEST_WORD]
 
 
 def check_vocabulary(

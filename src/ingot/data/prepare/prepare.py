@@ -19,7 +19,7 @@ from ingot.data.prepare.holdout import VAL, Holdout, find_threshold
 from ingot.data.prepare.options import TRAIN, PrepareOptions, check_options, takes_options
 from ingot.data.prepare.pool import InProcess, WorkerPool
 from ingot.data.prepare.progress import PrepareProgress
-from ingot.data.sources.input_files import describe_documents, find_files
+from ingot.data.sources.input_files import TEXT_UNITS, describe_documents, find_files
 from ingot.storage.byte_sizes import format_bytes
 
 if TYPE_CHECKING:  # imports that take a tenth of a second happen while the workers start
@@ -107,6 +107,10 @@ def _prepare(
             name = plan.options.split if len(options.json_keys) == 1 else f"{options.split} {plan.options.key}"
             reports[name] = job.finished() or job.run(held_out())
     reports = dict(reversed(reports.items())) if options.holds_out else reports
+    if options.documents not in TEXT_UNITS and say:
+        divided = sum(report.documents + report.empty for report in reports.values())
+        if divided <= len(files) and all(file.format == "text" for file in files):
+            say(f"warning: {options.documents!r} is in none of the files, so each is one document")
     counts = ((r.documents, r.tokens, r.bytes, r.skipped) for r in reports.values())
     totals = (sum(count) for count in zip(*counts, strict=True))
     return PrepareReport(reports, time.monotonic() - started, engine, _train_command(options), *totals)

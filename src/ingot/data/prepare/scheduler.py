@@ -32,6 +32,7 @@ from ingot.data.sources.input_files import SourceFile
 from ingot.data.sources.pieces import Piece, plan_pieces
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError, IngotError, disk_error
+from ingot.plurals import count_of
 from ingot.storage.atomic import write_json
 
 
@@ -280,7 +281,8 @@ class SplitJob:
         if not report.tokens and not report.bytes:
             first = self.files[0].path
             where = first if len(self.files) == 1 else f"{len(self.files):,} input files, the first being {first}"
-            raise DataError(f"no text in {where}")
+            bad = f": {count_of(report.skipped, 'bad record')}, such as {total.bad[0]}" if total.bad else ""
+            raise DataError(f"no text in {where}{bad}")
 
     def _total(self) -> DocumentStats:
         """What was in all pieces that the packer took."""
