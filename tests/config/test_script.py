@@ -223,6 +223,9 @@ def test_what_the_cluster_fills_in_is_refused_by_its_key(tmp_path: Path) -> None
 
 def test_an_unrendered_chart_says_so(tmp_path: Path) -> None:
     chart = tmp_path / "chart.yaml"
+    chart.write_text("command:\n  - torchrun\n  - pretrain_gpt.py\n  - --num-layers={{ .Values.layers }}\n")
+    with pytest.raises(ConfigError, match="render it first"):
+        load_run_config([str(chart)])
     chart.write_text("{{ if x }}\ncommand:\n  - torchrun\n  - pretrain_gpt.py\n  - {{ .Values.layers }}\n{{ end }}\n")
     with pytest.raises(ConfigError, match="render it first"):
         load_run_config([str(chart)])

@@ -23,6 +23,9 @@ def unwrap(file: ConfigFile) -> ConfigFile:
         return _file(file, rest | arguments, "MODEL_ARGS")
     if isinstance(content.get("language_model"), dict):
         return _yaml_cfg(file, content)
+    if isinstance(parameters := content.get("parameters"), dict) and "command" not in content and "model" in parameters:
+        raise ConfigError(f"{file.lines['parameters']}: the run is under `parameters`, and no command trains with it; "
+                          "save `parameters` as a file of its own and give that")  # fmt: skip
     if "image" in content and "command" in content:
         return _job(file, content)
     return file

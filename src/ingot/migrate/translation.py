@@ -216,6 +216,8 @@ class Translation:
                 self._row(key, NOT_NEEDED, why)
 
     def refuse(self, key: str, why: str) -> None:
+        if key in self.unsettled and "$" in str(self.given.get(key)):
+            why = f"{self.unsettled[key]} give {key}=... after the file"
         if key not in self.rows or self.rows[key].fate != REFUSED:  # the first reason causes the others
             self._row(key, REFUSED, why)
 

@@ -95,10 +95,12 @@ def command_line(words: Sequence[str], options: ScriptOptions) -> ScriptArgument
 def _manifest(path: Path, text: str, options: ScriptOptions) -> ScriptArguments | None:
     """The `command` and `args` of the containers that train, such as a PyTorchJob's."""
     try:
-        documents = list(yaml.compose_all(text))
+        documents = list(yaml.compose_all(text)) if "{{" not in text else []
     except yaml.YAMLError:
+        documents = []
+    if not documents:
         raise ConfigError(f"{path}: this template cannot be read as YAML; render it first (helm template), or give "
-                          "what follows pretrain_gpt.py after --") from None  # fmt: skip
+                          "what follows pretrain_gpt.py after --")  # fmt: skip
     found: list[tuple[str, list[str], dict[str, str | None]]] = []
     for document in documents:
         _find_commands(document, path, found)

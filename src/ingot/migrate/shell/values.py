@@ -137,8 +137,11 @@ def merge(
     merged = alive[0].copy()
     for other in alive[1:]:
         for name in merged.changed(other):
-            common = _without_effect([merged.find(name), other.find(name)], droppable)
-            merged.values[name] = unsettled(name, why) if common is None else common
+            both = [merged.find(name), other.find(name)]
+            common = _without_effect(both, droppable)
+            decides = ", ".join(sorted(_options(both[0]) ^ _options(both[1]))[:4])
+            reason = f"{why} ({decides})" if decides else why
+            merged.values[name] = unsettled(name, reason) if common is None else common
         for name in {*merged.functions, *other.functions}:
             if merged.functions.get(name) != other.functions.get(name):
                 merged.functions[name] = None
@@ -147,6 +150,12 @@ def merge(
         merged.readonly |= other.readonly
         merged.wild = merged.wild or other.wild
     return merged
+
+
+def _options(value: Value | None) -> set[str]:
+    """The options among the words of a value."""
+    items = value.items if isinstance(value, Array) else [value or ()]
+    return {word for item in items for word in re.findall(r"(?<!\S)--[\w-]+", shown(item))}
 
 
 def _without_effect(values: list[Value | None], droppable: Callable[[list[Text]], bool]) -> Value | None:
