@@ -7,13 +7,13 @@ layout: tensor parallelism can cut it between heads, which it cannot do with [al
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ingot.config.model import ModelConfig
 from ingot.model.dropout import attention_keys, dropout
@@ -127,7 +127,7 @@ class SdpaAttention:
         masked = slopes is not None or documents is not None or total > (window or total)
         causal = not masked and new == total  # which torch's kernels know without a mask
         if not masked:  # the last tokens of a sequence: a mask that is stored nowhere
-            return SdpaAttend(self.config, causal, None if causal or new == 1 else LastTokens(new, total),
+            return SdpaAttend(self.config, causal, None if causal or new == 1 else LastTokens.of(new, total),
                               (self.heads.start, total - new))  # fmt: skip
         bias = causal_bias(slopes, new, total, device, window)
         if documents is not None:
@@ -145,7 +145,14 @@ class LastTokens:
 
     seq_len_q: int
     seq_len_kv: int
-    variant: CausalVariant = CausalVariant.LOWER_RIGHT
+    variant: Any
+    dispatch: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, new: int, total: int) -> "LastTokens":
+        from torch.nn.attention.bias import CausalBias, CausalVariant  # which imports the compiler
+
+        return cls(new, total, CausalVariant.LOWER_RIGHT, CausalBias._dispatch)
 
     def _materialize(self, device: torch.device) -> Tensor:
         """For a device without such kernels."""
@@ -153,7 +160,7 @@ class LastTokens:
         return torch.ones(shape, device=device, dtype=torch.bool).tril(self.seq_len_kv - self.seq_len_q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, grouped: bool) -> Tensor:
-        return CausalBias._dispatch(q, k, v, self, scale=scale, enable_gqa=grouped)  # type: ignore[arg-type]
+        return self.dispatch(q, k, v, self, scale=scale, enable_gqa=grouped)
 
 
 class SdpaAttend:
