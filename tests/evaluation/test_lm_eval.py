@@ -189,9 +189,9 @@ def test_the_verb_prints_the_harness_table_and_keeps_the_results(small: Work) ->
         (["--harness", "chose", "--include-path", "FOLDER/yaml"], "has no task chose; did you mean choose"),
         (["--harness", "FOLDER/run"], "no .yaml file in this folder"),
         (["--harness", "FOLDER/broken.yaml"], "broken.yaml cannot be read"),
-        (["--harness", "x.yaml", "--gauntlet", "g.yaml"], "--gauntlet combines"),
+        (["--harness", "x.yaml", "--gauntlet", "g.yaml"], "--gauntlet has no effect with --harness"),
         (["--harness", "x.yaml", "--tasks", "copy"], "separate evaluations"),
-        (["--include-path", "x"], "add --tasks or --harness"),
+        (["--include-path", "x"], "add --tasks, --harness or --core"),
         (["--harness", "x.yaml", "a=b"], "leave it out"),
     ],
 )  # fmt: skip

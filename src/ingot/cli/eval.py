@@ -1,7 +1,6 @@
 """`ingot eval`"""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 
 from ingot.checkpoint.location import model_folder
 from ingot.cli.commands import OptionCommand
+from ingot.cli.eval_suites import evaluate_core, evaluate_with_harness
 from ingot.cli.eval_tasks import evaluate_tasks
 from ingot.cli.options import options_from
 from ingot.config.evaluation import EvalOptions
@@ -52,7 +52,7 @@ def evaluate(
     Without --tasks: loss, perplexity and bits per byte on the validation data
     of the run, unless overrides name other data. With --tasks: downstream
     tasks, and the perplexity of any text. With --harness: tasks of
-    lm-evaluation-harness.
+    lm-evaluation-harness. With --core: the CORE metric of DCLM.
 
     Examples:
       ingot eval runs/first data.eval.path=./my-data data.eval.split=val
@@ -61,6 +61,7 @@ def evaluate(
       ingot eval runs/first/checkpoints/* --tasks lambada.jsonl --limit 500
       ingot eval runs/first --harness arc_easy my-task.yaml
       ingot eval runs/first --tasks tasks_v0.3.yaml --gauntlet gauntlet.yaml --nproc 8
+      ingot eval runs/first --core eval_bundle --limit 500
     """
     if show_list:
         _list_tasks(as_json)
@@ -75,10 +76,11 @@ def evaluate(
         given = validate(EvalOptions, options)
         if given.out and len(paths) > 1:
             raise ConfigError("--out names one file; leave it out, and each run keeps its own scores")
-        (evaluate_tasks if kind == "tasks" else _evaluate_with_harness)(paths, given, as_json)
+        _check_options(kind, options)
+        {"tasks": evaluate_tasks, "harness": evaluate_with_harness, "core": evaluate_core}[kind](paths, given, as_json)
         return
     if options:
-        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks or --harness")
+        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} is about tasks; add --tasks, --harness or --core")
     if len(paths) > 1:
         raise ConfigError("several models are compared on tasks; add --tasks, or evaluate one at a time")
     load_eval_config(paths[0], overrides)  # what is wrong is said before torch loads
@@ -107,7 +109,7 @@ def _list_tasks(as_json: bool) -> None:
 
 def _kind(options: dict[str, Any], overrides: Sequence[str]) -> str | None:
     """Which tasks are asked for, if any."""
-    kinds = [kind for kind in ("tasks", "harness") if options.get(kind)]
+    kinds = [kind for kind in ("tasks", "harness", "core") if options.get(kind)]
     if len(kinds) > 1:
         raise ConfigError(f"--{' and --'.join(kinds)} are separate evaluations; run them one after the other")
     if kinds and overrides:
@@ -119,21 +121,13 @@ def _kind(options: dict[str, Any], overrides: Sequence[str]) -> str | None:
     return kinds[0] if kinds else None
 
 
-def _evaluate_with_harness(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
-    from ingot.evaluation.lm_eval.run import HarnessRequest, evaluate_with_harness, write_harness_report
-
-    if given.gauntlet:
-        raise ConfigError("--gauntlet combines the tasks of --tasks; the harness has groups for that")
-    if given.nproc > 1 or given.plot:
-        raise ConfigError("--nproc and --plot are for --tasks; leave them out with --harness")
-    request = HarnessRequest(given.harness, given.include_path, given.num_fewshot, given.limit, given.questions)
-    reports = []
-    for path in paths:
-        reports.append(evaluate_with_harness(path, request, given.device))
-        if not as_json:
-            print("\n".join(reports[-1].tables()))
-        written = write_harness_report(reports[-1], given.out)
-        if written:
-            print(f"scores are in {written}", file=sys.stderr)
-    if as_json:
-        print(json.dumps([report.to_json() for report in reports]))
+def _check_options(kind: str, options: dict[str, Any]) -> None:
+    """Refuse what has no effect."""
+    apply = {
+        "tasks": {"gauntlet", "num_fewshot", "nproc", "plot"},
+        "harness": {"include_path", "num_fewshot"},
+        "core": {"core_prompts"},
+    }
+    for name in options.keys() & (set.union(*apply.values()) - apply[kind]):
+        owners = " and ".join(f"--{owner}" for owner, names in apply.items() if name in names)
+        raise ConfigError(f"--{name.replace('_', '-')} has no effect with --{kind}; it is an option of {owners}")

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
 def evaluate_tasks(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> None:
     """Score models, here or in --nproc processes, and print what they got."""
-    if given.include_path:
-        raise ConfigError("--include-path is about --harness; name the files after --tasks")
     if given.plot and len(paths) < 2:
         raise ConfigError("--plot draws scores over steps; name several checkpoints, such as RUN/checkpoints/*")
     env = find_rank_env()
@@ -28,8 +27,10 @@ def evaluate_tasks(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> 
     reports = _score(paths, given, shows=env.rank == 0)
     if env.rank > 0:
         return
+    from ingot.evaluation.tasks.offline import write_report
+
     for report in reports:
-        _write(report, given)
+        say_where(write_report(report, given.out, given.questions))
     if as_json:
         print(json.dumps([report.to_json(given.questions) for report in reports]))
         return
@@ -44,47 +45,42 @@ def evaluate_tasks(paths: Sequence[Path], given: EvalOptions, as_json: bool) -> 
         print(f"\nthe curves are in {given.plot}")
 
 
-def _score(paths: Sequence[Path], given: EvalOptions, shows: bool) -> "list[ModelReport]":
+@contextmanager
+def progress_bar(shows: bool = True) -> Iterator[tuple[Callable[[str], None], Callable[[str, int, int], None]]]:
+    """A bar on stderr: how to print a line above it, and how to say what is done and how far."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ingot.evaluation.processes import join_processes
-    from ingot.evaluation.tasks.offline import TaskRequest, evaluate_model
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f}%"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shows) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not shows) as bar:
+        shown = bar.add_task("", total=None)
 
         def say(line: str) -> None:
             if shows:
                 bar.console.print(line, highlight=False, soft_wrap=True)
 
+        yield say, lambda what, done, total: bar.update(shown, description=what, completed=done, total=total)
+
+
+def say_where(written: Path | None) -> None:
+    """Name the file that the scores are in."""
+    if written:
+        print(f"scores are in {written}", file=sys.stderr)
+
+
+def _score(paths: Sequence[Path], given: EvalOptions, shows: bool) -> "list[ModelReport]":
+    from ingot.evaluation.processes import join_processes
+    from ingot.evaluation.tasks.offline import TaskRequest, evaluate_model
+
+    with progress_bar(shows) as (say, progress):
         request = TaskRequest.of(given.tasks, given.gauntlet, given.num_fewshot, given.limit, say)
         join_processes()
-        shown = bar.add_task("", total=None)
-        reports = [
-            evaluate_model(
-                path, request, given.device, say,
-                lambda what, done, total: bar.update(shown, description=what, completed=done, total=total),
-            )
-            for path in paths
-        ]  # fmt: skip
+        reports = [evaluate_model(path, request, given.device, say, progress) for path in paths]
     steps = [report.step for report in reports if report.step is not None]
     if len(steps) == len(reports) and len({report.run for report in reports}) == 1:
         reports.sort(key=lambda report: report.step or 0)  # a shell sorts 1000 before 200
     return reports
-
-
-def _write(report: "ModelReport", given: EvalOptions) -> None:
-    from ingot.evaluation.tasks.offline import write_report
-
-    written = write_report(report, given.out, given.questions)
-    if written:
-        print(f"scores are in {written}", file=sys.stderr)
 
 
 def _flags(given: EvalOptions) -> list[str]:

@@ -32,6 +32,10 @@ class EvalOptions(Section):
     """Tasks of lm-evaluation-harness instead: names, patterns, YAML files or folders; several after one --harness."""
     include_path: Path | None = None
     """Folder of more task files for --harness to find by name."""
+    core: Path | None = None
+    """CORE instead: folder with core.yaml, eval_meta_data.csv and eval_data, as nanochat's bundle has them."""
+    core_prompts: Literal["nanochat", "dclm"] = "nanochat"
+    """Prompts of CORE: nanochat's, or LLM Foundry's, which DCLM uses."""
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples per question, for all tasks."""
     limit: int | None = Field(default=None, ge=1)

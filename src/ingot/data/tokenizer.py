@@ -35,6 +35,7 @@ class Tokenizer:
         self.config = dict(config or {})
         self.is_byte_level = _is_byte_level(backend)
         self.eos_id = self._find_eos()
+        self.bos_id = self._id_of("bos_token")
 
     @cached_property
     def json(self) -> str:
@@ -88,12 +89,16 @@ class Tokenizer:
         return hashlib.sha256(self.json.encode()).hexdigest()[:16]
 
     def _find_eos(self) -> int | None:
-        named = self.config.get("eos_token")
-        if isinstance(named, dict):
-            named = named.get("content")
-        names = ([named] if isinstance(named, str) else []) + list(_EOS_NAMES)
-        ids = (self.backend.token_to_id(name) for name in names)
+        named = self._id_of("eos_token")
+        ids = (named, *(self.backend.token_to_id(name) for name in _EOS_NAMES))
         return next((index for index in ids if index is not None), None)
+
+    def _id_of(self, key: str) -> int | None:
+        """The id of a token that the config names."""
+        named = self.config.get(key)
+        name = named.get("content") if isinstance(named, dict) else named
+        found: int | None = self.backend.token_to_id(name) if isinstance(name, str) else None
+        return found
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -207,9 +207,7 @@ class IngotLM(TemplateLM):
 
     def _find_prefix(self, given: int | None) -> int:
         """BOS, or EOS where the tokenizer has no BOS."""
-        named = self.tokenizer.config.get("bos_token")
-        name = named.get("content") if isinstance(named, dict) else named
-        bos = self.tokenizer.backend.token_to_id(name) if isinstance(name, str) else None
+        bos = self.tokenizer.bos_id
         found = given if given is not None else bos if bos is not None else self.tokenizer.eos_id
         if found is None:
             raise ConfigError(

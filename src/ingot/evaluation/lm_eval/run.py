@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import lm_eval
-import torch
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
-from ingot.checkpoint.store import find_checkpoint
-from ingot.errors import ConfigError, DataError, IngotError, disk_error
+from ingot.errors import ConfigError, DataError, IngotError
 from ingot.evaluation.lm_eval.model import IngotLM
-from ingot.storage.atomic import write_whole
+from ingot.evaluation.tasks.offline import open_report, pick_device
 from ingot.version import __version__
 
 
@@ -95,36 +93,19 @@ def find_tasks(request: HarnessRequest) -> tuple[list[str], TaskManager]:
     return [*matched, *files], manager
 
 
-def evaluate_with_harness(path: Path, request: HarnessRequest, device: str) -> HarnessReport:
+def score_with_harness(path: Path, request: HarnessRequest, device: str) -> HarnessReport:
     """Load a model and let the harness score it."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no GPU here")
-    step, run, folder = None, None, path
-    if not (path / "config.json").is_file():
-        manifest = find_checkpoint(path)
-        step, run, folder = manifest.step, manifest.folder.parent.parent, manifest.folder
+    pick_device(device)
+    opened = open_report(path)
     _quiet()
     names, manager = find_tasks(request)
     tasks = _load(names, manager)
     results = lm_eval.simple_evaluate(
-        IngotLM(folder, device=device), tasks=tasks, task_manager=manager, num_fewshot=request.shots,
+        IngotLM(opened.path, device=device), tasks=tasks, task_manager=manager, num_fewshot=request.shots,
         limit=request.limit, log_samples=request.with_samples,
     )  # fmt: skip
     assert results is not None  # it is None on ranks other than 0, and there are none
-    return HarnessReport(folder, step, run, dict(results))
-
-
-def write_harness_report(report: HarnessReport, out: Path | None) -> Path | None:
-    """Write the results to `out`, or into the run folder. A Hugging Face folder is left as it is."""
-    target = out or (report.run / "evaluations" / f"{report.step}-harness.json" if report.run else None)
-    if target is None:
-        return None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise disk_error("write", target, error) from None
-    return target
+    return HarnessReport(opened.path, opened.step, opened.run, dict(results))
 
 
 def _quiet() -> None:

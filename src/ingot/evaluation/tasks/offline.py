@@ -21,7 +21,7 @@ from ingot.evaluation.tasks.run import QuestionScorer, TaskScore, check_names, p
 from ingot.evaluation.tasks.scoring import Scorer
 from ingot.evaluation.tasks.task_files import is_text, load_gauntlet, load_tasks
 from ingot.evaluation.tasks.text import TextScore, score_text
-from ingot.parallel.rank_env import RankEnv, find_rank_env
+from ingot.parallel.rank_env import find_rank_env
 from ingot.storage.atomic import write_whole
 from ingot.storage.names import plain_name_from
 from ingot.version import __version__
@@ -98,10 +98,9 @@ def evaluate_model(
 ) -> ModelReport:  # fmt: skip
     """Load a model and score it. `progress` receives what is done, and tokens done and in all."""
     env = find_rank_env()
-    on = _device(device, env)
-    precision = "bf16" if on.type == "cuda" else "fp32"
+    on, precision = pick_device(device, env.local_rank)
     tokenizer = tokenizer_of(path)
-    report = _open_report(path)
+    report = open_report(path)
     model = load_model(report.path, on)
     length = model.config.context
     longest = length if model.config.positions == "learned" else None
@@ -133,26 +132,33 @@ def evaluate_model(
 
 def write_report(report: ModelReport, out: Path | None, with_questions: bool) -> Path | None:
     """Write the scores to `out`, or into the run folder. A Hugging Face folder is left as it is."""
-    target = out or (report.run / FOLDER / f"{report.step}.json" if report.run else None)
+    return write_scores(report.to_json(with_questions), report.run, f"{report.step}.json", out)
+
+
+def write_scores(scores: dict[str, Any], run: Path | None, name: str, out: Path | None) -> Path | None:
+    """Write scores to `out`, or to a name among a run's evaluations."""
+    target = out or (run / FOLDER / name if run else None)
     if target is None:
         return None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, json.dumps(report.to_json(with_questions), indent=1, ensure_ascii=False) + "\n")
+        write_whole(target, json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
         raise disk_error("write", target, error) from None
     return target
 
 
-def _device(name: str, env: RankEnv) -> torch.device:
+def pick_device(name: str, local_rank: int = 0) -> tuple[torch.device, str]:
+    """The device that is meant by auto, cpu or cuda, and the precision there."""
     if name == "cpu" or not torch.cuda.is_available():
         if name == "cuda":
             raise ConfigError("--device cuda: this machine has no GPU that torch can use")
-        return torch.device("cpu")
-    return torch.device("cuda", env.local_rank % torch.cuda.device_count())
+        return torch.device("cpu"), "fp32"
+    return torch.device("cuda", local_rank % torch.cuda.device_count()), "bf16"
 
 
-def _open_report(path: Path) -> ModelReport:
+def open_report(path: Path) -> ModelReport:
+    """An empty report on the model in a run folder, checkpoint or Hugging Face folder."""
     if (path / "config.json").is_file():
         return ModelReport(path, None, None)
     manifest = find_checkpoint(path)

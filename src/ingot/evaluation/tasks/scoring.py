@@ -57,10 +57,19 @@ class ScoreTable:
         return self.starts[batch.owners] + np.arange(len(batch.owners)) - first
 
     def by_question(self, scores: np.ndarray) -> list[list[RowScore]]:
-        """The scores [tokens, 3] of `CrossEntropy.token_scores` as those of each question's rows."""
-        ends = zip(self.starts[:-1], self.starts[1:], self.rows, strict=True)
-        rows = iter([_row_score(scores[start:end], row) for start, end, row in ends])
-        return [[next(rows) for _ in question] for question in self.questions]
+        """The scores [tokens, 3] of `CrossEntropy.token_scores` as those of each question's rows.
+
+        Equal rows of a question have equal scores: choices that are the same tie, and no rounding decides.
+        """
+        found, number = [], 0
+        for question in self.questions:
+            first: dict[PromptRow, RowScore] = {}
+            for row in question:
+                if row not in first:
+                    first[row] = _row_score(scores[self.starts[number] : self.starts[number + 1]], row)
+                number += 1
+            found.append([first[row] for row in question])
+        return found
 
 
 class Scorer:

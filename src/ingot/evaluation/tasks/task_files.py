@@ -70,12 +70,12 @@ def _load(given: str | TaskConfig, folder: Path | None) -> list[TaskConfig]:
         return [given.model_copy(update={"dataset_uri": _find(given.dataset_uri, folder, f"task {given.label}")})]
     path = _existing(given, folder)
     if path is not None and path.suffix in (".yaml", ".yml"):
-        return _from_yaml(path)
+        return tasks_from_yaml(path)
     if path is not None or is_url(given):
         return [_from_records(given if path is None else str(path))]
     shipped = shipped_tasks()
     if given in shipped:
-        tasks = _from_yaml(Path(str(files(SHIPPED) / "tasks.yaml")))
+        tasks = tasks_from_yaml(Path(str(files(SHIPPED) / "tasks.yaml")))
         return [task for task in tasks if task.label == given]
     if Path(given).suffix:
         _find(given, folder, "eval.tasks" if folder else "--tasks")
@@ -85,7 +85,8 @@ def _load(given: str | TaskConfig, folder: Path | None) -> list[TaskConfig]:
     )
 
 
-def _from_yaml(path: Path) -> list[TaskConfig]:
+def tasks_from_yaml(path: Path, records: Path | None = None) -> list[TaskConfig]:
+    """The `icl_tasks` of a YAML file. Their files are relative to the folder `records`, by default that of the file."""
     values, lines = _read(path)
     listed = values.get("icl_tasks")
     if not isinstance(listed, list):
@@ -99,7 +100,7 @@ def _from_yaml(path: Path) -> list[TaskConfig]:
         own = Origins({key.removeprefix(prefix): line for key, line in lines.items() if key.startswith(prefix)})
         task = _check(TaskConfig, item, own, f"{path}: task {number + 1} ({item.get('label', 'without a label')})")
         assert isinstance(task, TaskConfig)
-        uri = _find(task.dataset_uri, path.parent, f"{own.of('dataset_uri')}: task {task.label}")
+        uri = _find(task.dataset_uri, records or path.parent, f"{own.of('dataset_uri')}: task {task.label}")
         tasks.append(task.model_copy(update={"dataset_uri": uri}))
     return tasks
 
