@@ -2,18 +2,29 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
+# PyPI's torch brings the CUDA packages; machines without NVIDIA's driver take torch's CPU build (TORCH_INDEX= turns it off)
+TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
+PIP = .venv/bin/python -m pip install --quiet --retries 1 --disable-pip-version-check --constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 .PHONY: setup demo test docs docs-serve examples faults slurm lint clean
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml constraints.txt
+# what ingot needs to run; the tests and linters come on top of it
+.venv/.runtime: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "ingot needs Python 3.11, 3.12 or 3.13 on the PATH (or: make PYTHON=/path/to/python3.11)" >&2; exit 1; }
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "installing ingot and the pinned versions of constraints.txt into .venv (a minute or two, once)"
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --editable .
 	@touch $@
 
-demo: setup
+.venv/.ready: .venv/.runtime
+	@echo "installing the tools for developing ingot into .venv (once)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: .venv/.runtime
 	.venv/bin/ingot demo $(ARGS)
 
 # tests that share an expensive fixture run in one worker (groups in tests/conftest.py); in order, the longest first
@@ -28,7 +39,7 @@ docs-serve: docs
 	@.venv/bin/python -m http.server --bind 127.0.0.1 --directory build/docs/html 8000
 
 .venv/.docs-ready: .venv/.ready
-	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	@$(PIP) --editable '.[dev,docs]'
 	@touch $@
 
 examples: setup

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ingot.cli.commands import OptionCommand
-from ingot.cli.walkthrough import run_verb, show_model
+from ingot.cli.walkthrough import path_hint, run_verb, show_model
 from ingot.demo import make_tokenizer, write_corpus
 
 app = typer.Typer(add_completion=False)
@@ -39,7 +39,8 @@ def demo(
     show_model(out, PROMPT, "ingot demo: a small MPT on Python's standard library")
     print(f"""
 The loss curve is in {out}/loss.png, the metrics in {out}/run/metrics.jsonl, the model for transformers in {out}/hf.
-What to type next:
+The sample shows that it works, not more: useful models see a thousand times as much text.
+{path_hint()}What to type next:
   ingot generate {out}/run --prompt "import os"           another sample
   ingot train demo max_duration=1000ba data={out}/data save_folder={out}/run
                                                           continue training

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ VERBS = {
     },
     "Evaluate and use": {
         "eval": "Measure the loss of a model, or its scores on tasks.",
-        "generate": "Continue a text with a model.",
+        "generate": "Continue texts with a model.",
         "export": "Convert a checkpoint to a format that other libraries read.",
         "import": "Convert another stack's checkpoint to a run folder.",
     },
@@ -121,6 +122,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # names of files need not be valid UTF-8
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 gets a mark for what it cannot show
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     hint = "" if debug else "; run again with --debug for the stack trace"
     sys.exit(exit_code_of(lambda: _run(arguments, debug), hint))
 

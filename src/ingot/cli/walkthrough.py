@@ -1,6 +1,8 @@
 """Runs public commands one after another, each printed as a user would type it: `ingot demo` and `ingot quickstart`."""
 
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,13 @@ def run_verb(*arguments: str) -> None:
 def as_typed(arguments: Sequence[str]) -> str:
     """A command line of ingot."""
     return shlex.join(["ingot", *arguments])
+
+
+def path_hint() -> str:
+    """How to make `ingot` a command of this shell, if it is not: `make` installs it into .venv only."""
+    if shutil.which("ingot") is not None:
+        return ""
+    return f"To type `ingot` as below, first run: source {Path(sys.prefix) / 'bin' / 'activate'}\n"
 
 
 def show_model(out: Path, prompt: str, title: str) -> None:
