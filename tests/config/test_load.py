@@ -10,6 +10,7 @@ from ingot.config.base import known_keys
 from ingot.config.load import load_config, to_yaml
 from ingot.config.recipes import recipe_names
 from ingot.config.run import RunConfig
+from ingot.config.training import LoggersConfig
 from ingot.errors import ConfigError
 from ingot.migrate import load_run_config
 
@@ -259,7 +260,8 @@ def test_the_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 def test_overrides_reach_every_field(tmp_path: Path) -> None:
     parts = [f"data.{name}.documents={{split: '1', part: train}}" for name in ("train", "eval")]
     tasks = ["eval.tasks=[copy]", "eval.gauntlet={categories: []}"]
-    whole = ["data=x", "loggers.tensorboard={}", *tasks, *parts]
+    loggers = [f"loggers.{name}={{}}" for name, value in LoggersConfig().model_dump().items() if value is None]
+    whole = ["data=x", *loggers, *tasks, *parts]
     base = yaml.safe_load(to_yaml(load_run_config(whole)))
     keys = list(known_keys(RunConfig))
     assert "model.d_model" in keys and "data.train.split" in keys and "loggers.tensorboard.log_dir" in keys

@@ -21,6 +21,12 @@ def rule_error(key: str, reason: str) -> PydanticCustomError:
     return PydanticCustomError("impossible", "{reason}", {"reason": reason, "key": key})
 
 
+def flat_choices(schema: dict[str, Any]) -> None:
+    """Write the choices of a field as one list in its JSON Schema: pydantic puts those with tags into a list of their
+    own, which editors do not look into."""
+    schema["anyOf"] = [inner for option in schema["anyOf"] for inner in option.get("oneOf", [option])]
+
+
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a schema, sections included."""
     for name, field in schema.model_fields.items():

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from ingot.config.base import Section, rule_error
+from ingot.config.base import Section, flat_choices, rule_error
 from ingot.storage.byte_sizes import parse_bytes
 from ingot.storage.names import plain_name
 
@@ -123,7 +123,7 @@ class DataConfig(Section):
             Discriminator(_kind_of_eval),
         ]
         | None
-    ) = None
+    ) = Field(default=None, json_schema_extra=flat_choices)
     """Validation data, one source or several by label; without it the run has no validation loss."""
     prefetch_batches: int = Field(default=4, ge=1)
     """Number of global batches that a thread prepares in advance."""

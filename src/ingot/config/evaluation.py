@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
 
-from ingot.config.base import Section, rule_error
+from ingot.config.base import Section, flat_choices, rule_error
 from ingot.config.durations import Duration
 
 FOLDER = "evaluations"
@@ -200,7 +200,7 @@ class EvalConfig(Section):
             Discriminator(_text_or_section),
         ]
         | None
-    ) = None
+    ) = Field(default=None, json_schema_extra=flat_choices)
     """YAML file with an eval_gauntlet, or one written out here: composite scores of the tasks."""
     intervals: dict[str, Duration] = Field(default_factory=dict)
     """How often to run single evaluators, by the label of a task or validation set; the others follow eval_interval."""
