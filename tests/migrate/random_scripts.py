@@ -185,7 +185,8 @@ class Writer:
             f"{function}() {{\nif {self.test()}; then return 0; fi\n{body}\n}}\n{function} || {other}", f"{function}() (\n{body}\n)\n{function}", f"{other} &\nwait",
             f"{function}() {{ local OPTS; {other}; }}\n{function}\n{function}", f"if ! {self.test()}; then {other}; fi", f"echo 1 | while read {name}; do {other}; done", f"! {other}",
             f"while read -r {name}; do\n{body}\ndone < <(echo 3)", f"{name}=$( {other}; echo {number} )", f"for {name}; do {other}; done", f"cat <<-EOF | cat\n\t${name}\n\tEOF",
-            f"bash -c '{name}=3'", f"{name}={number} bash -c 'echo ${name}'", "if [ -f ./settings.sh ]; then source ./settings.sh; fi", f"time {other}", f"[ 1 = 1 ] && {other}",
+            'if [ -n "$FLAG" ]; then EXTRA="$EXTRA --log-throughput"; fi', '[ -n "$FLAG" ] && OPTS="--wandb-project x"',
+            f"bash -c '{name}=3'",  f"{name}={number} bash -c 'echo ${name}'", "if [ -f ./settings.sh ]; then source ./settings.sh; fi", f"time {other}", f"[ 1 = 1 ] && {other}",
             "for f in ./settings*.sh; do . $f; done", f"if {self.test()} && {self.test()}; then\n{body}\nfi", f"if {self.test()} || {self.test()}; then {other}; fi", f"exec 3>&1; {other}",
             f"if [ {number} -eq {number} ]; then\n{body}\nelse\n{other}\nfi", f"if false; then\n{body}\nelif true; then {other}\nfi", f"{function}() {{ exit 3; }}\n{self.test()} || {function}",
         )  # fmt: skip

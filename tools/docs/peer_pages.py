@@ -1,10 +1,11 @@
 """The key-by-key tables of LLM Foundry, Megatron-LM and GPT-NeoX, from the translation tables."""
 
+import re
 from collections import defaultdict
 from typing import Any
 
 from ingot.migrate.detect import DIALECTS
-from ingot.migrate.translation import Dialect
+from ingot.migrate.translation import Dialect, show
 
 
 def dialects() -> list[Dialect]:
@@ -36,19 +37,35 @@ def pages() -> dict[str, str]:
 def dialect_page(dialect: Dialect) -> str:
     rows: dict[str, str] = {key: f"`{native}`" for key, native in dialect.table["renamed"].items()}
     for key, entry in dialect.table["choices"].items():
-        accepted = ", ".join(f"`{name}`" for name in entry["names"])
-        rows[key] = (f"`{entry['native']}`: " if "native" in entry else "computed; ") + f"known are {accepted}"
-    rows |= dict.fromkeys(dialect.table["computed"], "computed from this key and others")
+        names = ", ".join(f"`{name}`" for name in entry["names"])
+        rows[key] = (f"`{entry['native']}`: " if "native" in entry else "") + f"one of {names}; others are refused"
+    rows |= {key: _native(text) for key, text in dialect.table["computed"].items()}
+    for key in rows:
+        rows[key] += _default(dialect, key)
     rows |= {key: f"not needed: {why}" for key, why in dialect.reasons.items()}
     for key, (accepted, why) in dialect.refusals.items():
         rows[key] = f"refused{_unless(accepted)}: {why}"
     lines = [f"# Keys of {dialect.title}", "", "A key stands for the keys below it too. A key that is not listed here is "
-             "an error. `ingot config convert FILE` shows what the keys of your file become.", "", "| key | here |",
+             "an error. `ingot config convert FILE` shows what the keys of your file become; where releases differ, "
+             "`--peer-version` says whose defaults to fill in.", "", "| key | here |",
              "|---|---|"]  # fmt: skip
     lines += [
         f"| `{key}` | {' '.join(str(what).split()).replace('|', chr(92) + '|')} |" for key, what in sorted(rows.items())
     ]
     return "\n".join(lines) + "\n"
+
+
+def _native(text: str) -> str:
+    """Native keys as code; other text as it is."""
+    return ", ".join(f"`{part}`" for part in text.split(", ")) if re.fullmatch(r"[\w.]+(, [\w.]+)*", text) else text
+
+
+def _default(dialect: Dialect, key: str) -> str:
+    changed = dialect.table["releases"]["changed"].get(key, {})
+    default = dialect.table["defaults"].get(key)
+    if changed:
+        return "; default: " + ", ".join(f"{show(value)} from {since} on" for since, value in changed.items())
+    return f"; default: {show(default)}" if default is not None else ""
 
 
 def _unless(accepted: list[Any]) -> str:

@@ -143,6 +143,7 @@ class Expander(ABC):
         if every:  # an unknown list may be several words even between quotes
             return [replace(p, at=p.at or part.at, quoted=part.quoted and not p.why) for p in value]
         several = any(re.search(r"\s", piece.text) for piece in value)
+        value = tuple(_between_quotes(p, part, joined) for p in value)
         return [
             replace(p, quoted=part.quoted or p.optional, at=p.at if several and p.at not in ("", SUPPLIED) else part.at)
             for p in value
@@ -165,6 +166,7 @@ class Expander(ABC):
             if i:
                 found.append(None if apart else Fragment(" ", part.at, part.quoted or joined))
             kept = part.quoted and apart
+            item = tuple(_between_quotes(p, part, joined) for p in item)
             found += [
                 replace(p, at=p.at or part.at, quoted=p.quoted if kept else part.quoted or p.optional) for p in item
             ]
@@ -205,3 +207,11 @@ class Expander(ABC):
     def _open(self, part: Part) -> Fragments:
         value = self.unsettled(part.name, "is not set in the script", part.at)
         return [replace(p, quoted=part.quoted, at=part.at) for p in value] if isinstance(value, tuple) else []
+
+
+def _between_quotes(piece: Fragment, part: Part, joined: bool) -> Fragment:
+    """Options without effect that may be missing: between quotes they are one argument, which may be empty."""
+    if not piece.optional:
+        return piece
+    one = part.quoted and not joined and "@" not in (part.name, part.index)
+    return replace(piece, why="may be an empty argument" if one else "")

@@ -194,6 +194,8 @@ def check(fields: list[Text], at: str) -> ScriptArguments:
         if any(piece.optional for piece in pieces):
             if not all(piece.optional for piece in pieces):
                 raise ConfigError(f"{origin}: '{text}' depends on a condition in part; {INSTEAD}")
+            if any(piece.why for piece in pieces):
+                _refuse_argument(pieces, origin)
             after_optional = True
             continue
         missing = next((piece for piece in pieces if piece.why), None)
