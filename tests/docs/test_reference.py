@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import reference_pages
-from peer_pages import dialects, native_names
+from peer_pages import dialect_page, dialects, native_names
 
 from ingot.config.base import known_keys
 from ingot.config.run import RunConfig
@@ -50,6 +50,13 @@ def test_every_config_key_has_a_description() -> None:
 def test_every_native_name_of_a_foreign_key_exists() -> None:
     assert set(native_names()) <= {key for key, _, _ in reference_pages.config_fields()} | set(known_keys(RunConfig))
     assert {dialect.name for dialect in dialects()} == {"foundry", "neox", "megatron"}
+
+
+def test_the_page_of_a_stack_lists_every_key_with_what_it_becomes() -> None:
+    for dialect in dialects():
+        page = dialect_page(dialect)
+        rows = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", page, flags=re.MULTILINE))
+        assert rows.keys() == dialect.keys and "computed from this key" not in page
 
 
 def metric_names_in_code() -> set[str]:
