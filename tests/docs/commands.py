@@ -17,6 +17,7 @@ from pathlib import Path
 
 MARK = re.compile(r"<!-- not run: (.+) -->")
 FENCE = re.compile(r"^( *)(```+)(\w*)\n(.*?)^\1\2$", re.DOTALL | re.MULTILINE)
+HERE = re.compile(r"<<'(\w+)'$")
 NUMBER = re.compile(r"[-+]?\d[\d,.]*(?:e[-+]?\d+)?")
 
 
@@ -37,15 +38,19 @@ class Block:
         if self.language == "python":
             return [(self.text, [])]
         found: list[tuple[str, list[str]]] = []
-        continued = False
+        continued, end = False, ""
         for line in self.text.splitlines():
-            if continued or self.language == "bash" or line.startswith("$ "):
+            if end:  # within a here-document, whose mark ends it
+                found[-1] = (f"{found[-1][0]}\n{line}", [])
+                end = "" if line == end else end
+            elif continued or self.language == "bash" or line.startswith("$ "):
                 text = line.removeprefix("$ ") if self.language == "console" and not continued else line
                 if continued:
                     found[-1] = (f"{found[-1][0]}\n{text}", [])
                 elif text.strip():
                     found.append((text, []))
                 continued = text.endswith("\\")
+                end = here[1] if (here := HERE.search(text)) else ""
             else:
                 found[-1][1].append(line)
         return found
@@ -98,8 +103,10 @@ def ingot_calls(command: str) -> list[list[str]]:
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     calls: list[list[str]] = []
     for position, word in enumerate(words):
-        if word == "ingot":
+        before = words[position - 1] if position else ";"
+        is_command = before in ("|", "||", "&&", ";", "&") or re.match(r"[A-Z_]+=", before)
+        if word == "ingot" and is_command:
             rest = words[position + 1 :]
-            end = next((i for i, w in enumerate(rest) if w in ("|", "&&", ";", ">", "&", "ingot")), len(rest))
+            end = next((i for i, w in enumerate(rest) if w in ("|", "||", "&&", ";", ">", "&")), len(rest))
             calls.append(rest[:end])
     return calls

@@ -77,6 +77,13 @@ def check_call(words: list[str], block: Block) -> None:
         pytest.fail(f"{block.page}:{block.line}: ingot {' '.join(words[1:])}: {error}")
 
 
+def test_a_here_document_belongs_to_its_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\ncat > a.yaml <<'END'\nmodel:\n  n_layers: 6\nEND\nls\n```\n")
+    (block,) = blocks(page)
+    assert [command for command, _ in block.commands] == ["cat > a.yaml <<'END'\nmodel:\n  n_layers: 6\nEND", "ls"]
+
+
 def test_a_transcript_is_compared_by_shape() -> None:
     assert missing_line(["saved 12 files in 0.3 s"], "saving\nsaved 9 files in 1.2 s\n") is None
     assert missing_line(["loss 9.3 | ... | eval loss 5"], "loss 1.0 | grad 3 | x | eval loss 2.5e-3") is None

@@ -60,7 +60,7 @@ def evaluate(
       ingot eval runs/first --step 1000
       ingot eval runs/first/checkpoints/* --tasks lambada.jsonl --limit 500
       ingot eval runs/first --harness arc_easy my-task.yaml
-      ingot eval runs/first --tasks tasks_v0.3.yaml --gauntlet gauntlet.yaml --nproc 8
+      ingot eval runs/first --tasks tasks.yaml --gauntlet gauntlet.yaml --nproc 8
       ingot eval runs/first --core eval_bundle --limit 500
     """
     if show_list:
