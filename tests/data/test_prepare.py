@@ -16,7 +16,7 @@ import pytest
 from test_writers import read_mds, read_tokens
 from typer.testing import CliRunner
 
-from ingot.cli.prepare import app, translate
+from ingot.cli.prepare import app, read_arguments, translate
 from ingot.config.data import SourceConfig
 from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
@@ -713,6 +713,13 @@ def test_the_peers_ways_to_write_arguments_are_understood() -> None:
         "--input",
         "b",
     ]
+
+
+def test_inputs_come_with_or_without_path_and_before_or_after_the_output() -> None:
+    for words in (["a", "b", "-o", "out"], ["-o", "out", "a", "b"], ["--path", "a", "b", "-o", "out"],
+                  ["a", "--out", "out", "--path", "b"]):  # fmt: skip
+        (split,) = read_arguments([*words, "--tokenizer", "t"]).splits
+        assert (split.input, split.out_root, split.split) == (("a", "b"), Path("out"), "train"), words
 
 
 def test_llm_foundrys_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def translate(args: list[str]) -> list[str]:
             print(f"--{name}: not needed here, because {reason}", file=sys.stderr)
         elif name in _LISTS and not equals:
             values = []
-            while rest and not rest[0].startswith("--"):
+            while rest and not rest[0].startswith("--") and rest[0] not in ("-o", "-h"):
                 values.append(rest.pop(0))
             for item in values or [""]:
                 out += [f"--{name}", item]
