@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 import ingot.checkpoint.async_writer as saver_module
 from ingot.api import train
 from ingot.checkpoint.async_writer import AsyncWriter
+from ingot.checkpoint.location import find_checkpoints
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER, read_manifest, steps_in, verify
-from ingot.checkpoint.remote_copy import newest_good
+from ingot.checkpoint.remote_copy import copy_checkpoint, newest_good
 from ingot.checkpoint.safetensors_file import write_blocks
 from ingot.checkpoint.save_plan import Tensors
 from ingot.checkpoint.snapshot import Snapshot
@@ -289,6 +290,20 @@ def test_everything_is_on_disk_before_what_relies_on_it(tmp_path: Path, monkeypa
         "sync /",
         "rename /.old-5 /.remove-.old-5-PID",
         "delete /.remove-.old-5-PID",
+    ]
+
+
+def test_a_copied_checkpoint_takes_along_what_its_run_needs_to_continue(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "run", 3, state(), {})
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text(name)
+    (location,) = find_checkpoints(str(tmp_path / "run"))
+    copy_checkpoint(location, str(tmp_path / "other"))
+    assert_equal(read(tmp_path / "other" / "checkpoints" / "3"), state())
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
     ]
 
 
