@@ -11,6 +11,7 @@ from ingot.migrate.shell.syntax import Part, Word
 from ingot.migrate.shell.values import Array, Fragment, State, Text, Value, plain, shown, split, unknown
 
 SUPPLIED = "--set"  # where such a value is from
+OPEN = "_open_"  # begins the names of variables that stand for what is not known of a text
 SPECIAL = re.compile(
     r"[#?$!0_-]|RANDOM|SRANDOM|SECONDS|LINENO|EPOCH\w+|BASH\w*|PWD|OLDPWD|FUNCNAME|PIPESTATUS|PPID|E?UID"
 )
@@ -142,7 +143,7 @@ class Expander(ABC):
             return self._items(value, part, joined)
         if every:  # an unknown list may be several words even between quotes
             return [replace(p, at=p.at or part.at, quoted=part.quoted and not p.why) for p in value]
-        several = any(re.search(r"\s", piece.text) for piece in value)
+        several = part.name.startswith(OPEN) or any(re.search(r"\s", piece.text) for piece in value)
         value = tuple(_between_quotes(p, part, joined) for p in value)
         return [
             replace(p, quoted=part.quoted or p.optional, at=p.at if several and p.at not in ("", SUPPLIED) else part.at)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingot.errors import ConfigError
+from ingot.migrate.shell.expand import OPEN
 from ingot.migrate.shell.parser import parse, parse_quoted
 from ingot.migrate.shell.syntax import Command, Simple
 from ingot.migrate.shell.values import Array, Fragment, State, Text, plain, shown
@@ -54,6 +55,7 @@ class Processes(Variables):
     def __init__(self, path: Path, supplied: dict[str, str]) -> None:
         super().__init__(path, supplied)
         self.folder, self.depth = path.parent, 0
+        self.opened = 0  # variables for what is not known of a text
         self.launches: list[Launch] = []
 
     @abstractmethod
@@ -100,7 +102,8 @@ class Processes(Variables):
             found += " " if i else ""
             for piece in word:
                 if piece.why or piece.optional:
-                    name = f"_open_{at.rpartition(':')[2]}_{len(found)}"
+                    self.opened += 1
+                    name = f"{OPEN}{self.opened}"
                     state.values[name] = (piece,)
                     found += f"${{{name}}}"
                 else:
