@@ -68,7 +68,7 @@ def quickstart(
     if not Path(run, "FINISHED").exists():
         shutil.rmtree(out / "hf", ignore_errors=True)  # of a run that ran out of time
     stopped = _train([*plan["train"], *clock.limit], clock)
-    show_model(out, plan["prompt"], f"ingot quickstart: {', '.join(paths)}"[:80])
+    show_model(out, plan["prompt"], "ingot quickstart")
     commands = [plan["prepare"], plan["train"], *commands_of_model(out, plan["prompt"])]
     print(f"""
 Done in {clock.elapsed / 60:.1f} minutes. The loss curve is in {out}/loss.png, the metrics in
