@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import benchmark_pages
@@ -66,6 +67,13 @@ def test_every_question_of_the_performance_page_has_a_table_and_a_chart_from_the
 def test_the_torch_that_the_install_page_names_is_the_pinned_one() -> None:
     pinned = re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned and f"install {pinned[0]} --index-url" in (ROOT / "docs" / "get-started" / "install.md").read_text()
+
+
+def test_every_extra_is_on_the_install_page() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "get-started" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+    assert set(extras) == {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_every_row_of_the_comparison_says_how_it_was_established() -> None:
