@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ingot.report.loss_curve import draw_loss_curve
 
+SHIPPED_TASKS = ("arithmetic", "copy", "capitalization", "brackets")
+
 
 def run_verb(*arguments: str) -> None:
     """Print a command, then run it."""
@@ -47,4 +49,5 @@ def commands_of_model(out: Path, prompt: str) -> list[list[str]]:
         ["eval", f"{out}/run"],
         ["generate", f"{out}/run", "--prompt", prompt, "--max-new-tokens", "120", "--seed", "1"],
         ["export", f"{out}/run", "--to", "hf", f"{out}/hf"],
+        ["eval", f"{out}/run", "--tasks", *SHIPPED_TASKS],
     ]
