@@ -69,8 +69,8 @@ class Processes(Variables):
         path = self._local_file(file)
         if path is None:
             if not ENVIRONMENTS.search(shown(file)):
-                state.forget_all(f"may be set by {shown(file)}, the file of {self.line(at)}, which is not there (an empty "
-                                 "file there says that it sets nothing)")  # fmt: skip
+                missing = "which is not there (an empty file there says that it sets nothing)"
+                state.forget_all(f"may be set by {shown(file)}, the file of {self.line(at)}, {missing}")
             return
         if self.depth > 20 or arguments:
             state.forget_all(f"may be set by {shown(file)} in {self.line(at)}")
