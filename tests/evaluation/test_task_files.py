@@ -99,6 +99,7 @@ def test_a_wrong_key_names_the_file_the_line_and_the_task(change: dict, message:
         ([LM, {"context": "x"}], "language_modeling", r"t\.jsonl:2: .* needs the field 'continuation'"),
         ([LM | {"context": 3}], "language_modeling", "must be text"),
         ([{"query": "q", "choices": ["a"], "gold": 1}], "multiple_choice", "numbered 0 to 0"),
+        ([{"context": "q", "answer": "a", "aliases": "b"}], "question_answering", "aliases must be a list of texts"),
         ([{"query": "q", "choices": [], "gold": 0}], "multiple_choice", "list of texts"),
         (
             [{"query": "q", "choices": ["a", "b"], "gold": 0}, {"query": "q", "choices": ["a"], "gold": 0}],

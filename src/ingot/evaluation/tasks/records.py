@@ -109,8 +109,11 @@ def _record(values: dict[str, Any], where: str, task: TaskConfig) -> Record:
         if not 0 <= gold < len(choices):
             raise DataError(f"{where}: gold is {gold}, but the choices are numbered 0 to {len(choices) - 1}")
         answer = answer or choices[gold]
+    aliases = values.get("aliases") or []
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise DataError(f"{where}: aliases must be a list of texts, not {json.dumps(aliases)[:40]}")
     return Record(
-        where, context, answer, choices, gold, tuple(values.get("aliases") or ()),
+        where, context, answer, choices, gold, tuple(aliases),
         str(values.get("chain_of_thought") or ""), str(values.get("category") or ""),
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def load_gauntlet(given: str | GauntletConfig, folder: Path | None = None) -> tu
     """The `eval_gauntlet` of a YAML file, and the FILE:LINE of each key; or one written out."""
     if not isinstance(given, str):
         return given, Origins()
-    path = _existing(given, folder) or Path(given)
+    path = Path(_find(given, folder, "gauntlet"))
     values, lines = _read(path)
     found = values.get("eval_gauntlet", values)
     prefix = "eval_gauntlet." if "eval_gauntlet" in values else ""
