@@ -51,7 +51,7 @@ def open_tasks(config: RunConfig, tokenizer: Tokenizer | None, messages: Message
     tasks: list[TaskConfig] = []
     for given in config.eval.tasks:
         try:
-            tasks += load_tasks([given], folder=folder)
+            tasks += load_tasks([given], folder=folder, option="eval.tasks")
         except (ConfigError, DataError) as error:
             _leave_out(found, given if isinstance(given, str) else given.label, error, has_trained)
     check_names(tasks)

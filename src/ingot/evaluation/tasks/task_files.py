@@ -27,11 +27,12 @@ _FIELDS = {
 
 
 def load_tasks(
-    given: Sequence[str | TaskConfig], shots: int | None = None, folder: Path | None = None
+    given: Sequence[str | TaskConfig], shots: int | None = None, folder: Path | None = None, option: str = "--tasks"
 ) -> list[TaskConfig]:
     """The tasks that are meant by YAML files with `icl_tasks`, .jsonl files or URLs, names of shipped tasks, or tasks
-    written out. Relative paths are looked for in `folder` first, then in the working directory."""
-    tasks = [task for item in given for task in _load(item, folder)]
+    written out. Relative paths are looked for in `folder` first, then in the working directory. `option` is where the
+    names were given, for messages."""
+    tasks = [task for item in given for task in _load(item, folder, option)]
     if shots is not None:
         tasks = [task.model_copy(update={"num_fewshot": (shots,)}) for task in tasks]
     return tasks
@@ -65,7 +66,7 @@ def is_text(name: str) -> bool:
     return path.suffix != ".jsonl" or set(_first_record(path)) >= {"text"}
 
 
-def _load(given: str | TaskConfig, folder: Path | None) -> list[TaskConfig]:
+def _load(given: str | TaskConfig, folder: Path | None, option: str) -> list[TaskConfig]:
     if isinstance(given, TaskConfig):
         return [given.model_copy(update={"dataset_uri": _find(given.dataset_uri, folder, f"task {given.label}")})]
     path = _existing(given, folder)
@@ -78,7 +79,7 @@ def _load(given: str | TaskConfig, folder: Path | None) -> list[TaskConfig]:
         tasks = tasks_from_yaml(Path(str(files(SHIPPED) / "tasks.yaml")))
         return [task for task in tasks if task.label == given]
     if Path(given).suffix:
-        _find(given, folder, "eval.tasks" if folder else "--tasks")
+        _find(given, folder, option)
     raise ConfigError(
         f"{given} is neither a file (a YAML list of tasks, a .jsonl file) nor a task that ships with ingot: "
         f"{', '.join(shipped)}"
