@@ -151,5 +151,5 @@ def test_a_name_that_is_not_utf_8_is_shown_in_a_strict_terminal(ingot: Ingot, tm
     done = ingot(
         "prepare", "texts", "-o", "out", "--on-error", "skip", env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     )
-    assert "bad\\udcff.txt: NUL bytes" in done.stdout
+    assert "bad?.txt: NUL bytes" in done.stdout
     assert "warning: without --tokenizer the shards hold text" in done.stderr  # at once, before the work

@@ -1,6 +1,5 @@
 """The `ingot` command."""
 
-import io
 import os
 import sys
 import traceback
@@ -117,9 +116,6 @@ def all_commands(command: Any = None, name: str = "ingot") -> Iterator[tuple[str
 
 def main() -> None:
     """Run a verb; a failure is one sentence on standard error and a non-zero exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be valid UTF-8
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 gets a mark for what it cannot show
