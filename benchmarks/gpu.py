@@ -51,7 +51,6 @@ from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.model.init import build_model
-from ingot.model.shapes import flops_per_token
 from ingot.parallel.executors.base import NoMessages
 from ingot.parallel.executors.build import build_single
 from ingot.parallel.executors.device import peak_flops
@@ -203,8 +202,8 @@ def measure(
                    "microbatch": size.micro, "sequences_per_step": len(large[0].tokens)}  # fmt: skip
             yield "rows", {
                 **who, "tokens_per_second": round(rate),
-                "mfu_full": round(rate * flops_per_token(config.model, config.max_seq_len) / peak, 4),
-                "mfu_causal": round(rate * flops_per_token(config.model, config.max_seq_len, causal=True) / peak, 4),
+                "mfu_full": round(rate * config.model.flops_per_token(config.max_seq_len) / peak, 4),
+                "mfu_causal": round(rate * config.model.flops_per_token(config.max_seq_len, causal=True) / peak, 4),
                 "memory_gib": round(memory, 1), "spread": round((max(times) - min(times)) / seconds, 4),
                 "product_flops": limit, "loss": loss, "reference_loss": reference, "seconds_to_ready": round(ready, 1),
             }  # fmt: skip

@@ -37,7 +37,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import IngotError
-from ingot.model.shapes import flops_per_token
 from ingot.parallel.executors import build, distributed
 from ingot.parallel.executors.device import choose_device, make_deterministic
 from ingot.parallel.layout import Layout
@@ -194,7 +193,7 @@ class Report:
         config, executor, model = built.config, built.executor, built.config.model
         median = statistics.median(built.times)
         rate = built.rows * config.max_seq_len / median
-        causal = rate * flops_per_token(model, config.max_seq_len, causal=True)
+        causal = rate * model.flops_per_token(config.max_seq_len, causal=True)
         self.write({
             "section": self.section.name, "variant": built.name, "model": self.section.recipe, "family": model.family,
             "execution": "fsdp" if built.wrapped else "plain", "precision": config.precision,

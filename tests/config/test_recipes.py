@@ -5,7 +5,6 @@ import pytest
 from ingot.config.load import load_config
 from ingot.config.recipes import recipe_names
 from ingot.config.run import RunConfig
-from ingot.model.shapes import flops_per_token
 
 # name: (parameters, layers, width, heads, peak lr, global batch, duration)
 MPT = {
@@ -111,5 +110,5 @@ def test_no_recipe_is_untested() -> None:
 )
 def test_flops_per_token_are_llm_foundrys(size: str, full: float, causal: float) -> None:
     config = load(f"mpt-{size}")
-    assert flops_per_token(config.model, 2048) == pytest.approx(full, rel=1e-3)
-    assert flops_per_token(config.model, 2048, causal=True) == pytest.approx(causal, rel=1e-3)
+    assert config.model.flops_per_token(2048) == pytest.approx(full, rel=1e-3)
+    assert config.model.flops_per_token(2048, causal=True) == pytest.approx(causal, rel=1e-3)

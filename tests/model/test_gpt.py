@@ -13,7 +13,7 @@ from ingot.model.attention import KVCache, rotary_tables, rotate
 from ingot.model.generate import generate
 from ingot.model.gpt import GPT, IGNORE
 from ingot.model.init import build_model
-from ingot.model.shapes import flops_per_token, is_matrix
+from ingot.model.shapes import is_matrix
 
 SMALL = {"d_model": 48, "n_heads": 6, "n_layers": 3, "vocab_size": 130, "max_seq_len": 40}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -405,5 +405,5 @@ def test_flops_follow_the_published_formula() -> None:
     """6 N + 12 L d S; the embedding counts when it is also the head, and half the attention when causal."""
     tied, untied = (ModelConfig.model_validate({**SMALL, "tie_word_embeddings": t}) for t in (True, False))
     n = tied.parameters
-    assert flops_per_token(tied, 40) == flops_per_token(untied, 40) == 6 * n + 12 * 3 * 48 * 40
-    assert flops_per_token(tied, 40, causal=True) == 6 * n + 6 * 3 * 48 * 40
+    assert tied.flops_per_token(40) == untied.flops_per_token(40) == 6 * n + 12 * 3 * 48 * 40
+    assert tied.flops_per_token(40, causal=True) == 6 * n + 6 * 3 * 48 * 40

@@ -38,7 +38,8 @@ def demo(
     run_verb("train", "demo", f"data={out}/data", f"save_folder={out}/run", *(overrides or []))
     show_model(out, PROMPT, "ingot demo: a small MPT on Python's standard library")
     print(f"""
-The loss curve is in {out}/loss.png, the metrics in {out}/run/metrics.jsonl, the model for transformers in {out}/hf.
+The report is in {out}/report.html, the loss curve in {out}/loss.png, the metrics in {out}/run/metrics.jsonl,
+the model for transformers in {out}/hf.
 The sample shows that it works, not more: useful models see a thousand times as much text.
 {path_hint()}What to type next:
   ingot generate {out}/run --prompt "import os"           another sample

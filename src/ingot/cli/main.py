@@ -43,6 +43,7 @@ VERBS = {
         "stop": "Ask a run to save and stop.",
     },
     "Inspect": {
+        "report": "Show runs in a browser, as one file or live.",
         "sync": "Send what a run has logged to an experiment tracker.",
         "checkpoint": "List, verify, show, size, copy and consolidate checkpoints.",
         "doctor": "Check this machine, or the nodes of a cluster.",

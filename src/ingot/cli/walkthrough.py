@@ -36,11 +36,13 @@ def path_hint() -> str:
 
 
 def show_model(out: Path, prompt: str, title: str) -> None:
-    """Evaluate the run in a folder, let it continue a prompt, export it, and draw its loss curve."""
+    """Evaluate the run in a folder, let it continue a prompt, export it, draw its loss curve and
+    write its report."""
     for arguments in commands_of_model(out, prompt):
         if arguments[0] != "export" or not (out / "hf").exists():
             run_verb(*arguments)
     draw_loss_curve(out / "run", out / "loss.png", title)
+    run_verb("report", f"{out}/run", "-o", f"{out}/report.html")
 
 
 def commands_of_model(out: Path, prompt: str) -> list[list[str]]:

@@ -178,3 +178,15 @@ class ModelConfig(Section):
     def parameters(self) -> int:
         """Exact number of parameters; no model is built for it."""
         return self.n_layers * self.block_parameters + self.end_parameters
+
+    def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
+        """Training FLOPs per token, forward and backward: 6 N + 12 L d S.
+
+        The attention term is the full square, as the field reports it; `causal` counts the half that is computed. N
+        leaves out an input embedding that is not also the head.
+        """
+        n = self.parameters
+        if not self.tie_word_embeddings:
+            n -= self.vocab_rows * self.d_model
+        attention = 12 * self.n_layers * self.n_heads * self.head_width * seq_len
+        return 6 * n + attention / (2 if causal else 1)

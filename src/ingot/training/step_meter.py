@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.data.loading.token_dataset import Dataset
-from ingot.model.shapes import flops_per_token
 from ingot.parallel.executors.base import Executor
 from ingot.parallel.executors.device import memory_metrics, peak_flops
 from ingot.training.listener import Row
@@ -31,8 +30,8 @@ class StepMeter:
         self.config, self.executor, self.data, self.remaining = config, executor, data, remaining
         self.samples_per_batch = config.global_train_batch_size
         self.tokens_per_batch = config.global_train_batch_size * config.max_seq_len
-        self.flops = flops_per_token(config.model, config.max_seq_len)
-        self.causal_flops = flops_per_token(config.model, config.max_seq_len, causal=True)
+        self.flops = config.model.flops_per_token(config.max_seq_len)
+        self.causal_flops = config.model.flops_per_token(config.max_seq_len, causal=True)
         self.peak: float | None = None
         """FLOP/s of the device. None for a CPU: its clock varies and other processes share its cores, so a matrix
         product timed once may be several times slower than training."""

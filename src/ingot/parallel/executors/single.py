@@ -14,7 +14,7 @@ from ingot.model.branch_attention import BranchAttention, TokenRows, attending_b
 from ingot.model.gpt import GPT
 from ingot.model.kernels import hold_copies, refresh
 from ingot.model.precision import autocast
-from ingot.model.shapes import flops_per_token, parameter_shapes
+from ingot.model.shapes import parameter_shapes
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.parallel.executors.base import (
     RECOMPUTE_KINDS,
@@ -144,7 +144,7 @@ class SingleProcess:
         """Decide by measuring whether later steps replay a CUDA graph."""
         self._graph_decided = True
         tokens, labels = (to_device(x[: self.microbatch], self.device) for x in (batch.tokens, batch.labels))
-        flops = flops_per_token(self.config.model, self.config.max_seq_len) * tokens.numel()
+        flops = self.config.model.flops_per_token(self.config.max_seq_len) * tokens.numel()
         choice = GraphChoice(
             self.config, self.device, self.recompute, flops / peak_flops(self.device, self.config.precision)[0]
         )

@@ -1,6 +1,7 @@
 """MLflow. Each call is a request to the server, so what it holds is known exactly. Metrics cannot be taken back:
 after a rollback the repeated steps go under a new run with the same group."""
 
+import os
 import re
 import time
 from typing import Any
@@ -24,6 +25,7 @@ class MLflow(Tracker):
         self.pending: list[Any] = []
 
     def open(self, run: TrackedRun, after: int) -> str:
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
