@@ -181,3 +181,13 @@ def test_both_spellings_of_every_option_of_every_command_are_taken(name: str) ->
                 command.make_context(name, [f"--{spelled}"], resilient_parsing=False)
             except Exception as error:
                 assert "No such option" not in str(error), (name, spelled)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "words"),
+    [(">&-", ""), (">/dev/full", "error: cannot use standard output: No space left on device")],
+)
+def test_a_closed_or_full_standard_output_ends_in_one_sentence(tmp_path: Path, redirection: str, words: str) -> None:
+    command = f"{sys.executable} -m ingot.cli.main config keys optimizer {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert "internal error" not in done.stderr and words in done.stderr and (done.returncode == 0) == (not words)

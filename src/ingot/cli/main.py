@@ -13,7 +13,7 @@ import typer
 from ingot.cli.commands import OptionGroup, Verb
 from ingot.cli.usage_errors import usage_sentence
 from ingot.config.secrets import redact
-from ingot.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Interrupted
+from ingot.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Interrupted, disk_error
 from ingot.launch.supervisor.failure import exit_code_of
 from ingot.version import __version__
 
@@ -117,6 +117,8 @@ def all_commands(command: Any = None, name: str = "ingot") -> Iterator[tuple[str
 
 def main() -> None:
     """Run a verb; a failure is one sentence on standard error and a non-zero exit code."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  None if the caller closed it
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 gets a mark for what it cannot show
@@ -141,6 +143,9 @@ def _run(arguments: list[str], debug: bool) -> int:
             path = Path("ingot-debug.log")
             path.write_text(redact(traceback.format_exc()), encoding="utf-8")
             print(f"the stack trace is in {path}", file=sys.stderr)
+        if isinstance(error, OSError) and error.strerror:
+            name = error.filename or "standard output"
+            raise disk_error("use", name, error) from None
         raise
     return code if isinstance(code, int) else 0
 
