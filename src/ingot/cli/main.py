@@ -43,6 +43,9 @@ VERBS = {
         "stop": "Ask a run to save and stop.",
     },
     "Inspect": {
+        "runs": "List runs with state, step, loss, speed and last checkpoint.",
+        "watch": "Show the loss curve and state of a run, live in the terminal.",
+        "compare": "Show how runs differ: config keys, last and best metrics.",
         "report": "Show runs in a browser, as one file or live.",
         "sync": "Send what a run has logged to an experiment tracker.",
         "checkpoint": "List, verify, show, size, copy and consolidate checkpoints.",
