@@ -148,6 +148,7 @@ class Writer:
             '[[ -z ${FLAG+x} ]]', f'[ -z ${{{name}+x}} ]', '[ $# -gt 0 ]', '[ "$1" = a ]', f'[[ (${name} == 4) ]]', f'[[ ${name} < ${other} ]]',
             f'test ${name} = {number}', f'test "${name}" -lt 30 && true', "type torchrun >/dev/null", f'[ ${name} \\> 3 ]', f'[[ -v {name} ]]',
             f"(( {name} == {number} ))", f'[[ "${name}" == "$UNSET" ]]', f'[ "${{{name}:-}}" ]', f"let '{name} > 3'", f'[[ ${name} == @(4|5) ]]', ": ",
+            f'[[ ${name} == 4 || ${other} == *"{number[0]}"* ]]', f'[[ -n $UNSET && ${{{name}:=3}} ]]', f'[[ ! ${name} == *{number[0]} && -n $UNSET ]]',
             '[ -n "${MODEL[*]}" ]', '[ "${#MODEL[@]}" -gt 1 ]', '[[ $OPTS == *seed* ]]', '[ "$OPTS" == "" ]', f'{{ [ "${name}" = 4 ]; }}', "( false )",
         )  # fmt: skip
 

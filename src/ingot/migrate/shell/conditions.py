@@ -10,27 +10,73 @@ COMPARISONS = {
     "-eq": lambda a, b: a == b, "-ne": lambda a, b: a != b, "-lt": lambda a, b: a < b,
     "-le": lambda a, b: a <= b, "-gt": lambda a, b: a > b, "-ge": lambda a, b: a >= b,
 }  # fmt: skip
-PATTERN = re.compile(r"[*?\[\]\\&|<>()]")
 GLOB = re.compile(r"[*?\[\\]")
+PLAIN = re.compile(r"[\w.,/:=+%@-]*")  # stands for itself in a pattern
 
 
-def holds(fields: Sequence[Text], written: Sequence[Word] = ()) -> bool | None:
-    """The result of a test; None if it is not certain. `written`: the words of `[[`, which has patterns."""
+def holds(fields: Sequence[Text]) -> bool | None:
+    """The result of `test` or `[`; None if it is not certain."""
     texts = [plain(field) for field in fields]
-    first = texts[0]
-    if first in ("[", "[["):
-        if texts[-1] != ("]" if first == "[" else "]]"):
+    if texts[0] == "[":
+        if texts[-1] != "]":
             return None
-        texts, written = texts[:-1], written[:-1]
+        texts = texts[:-1]
     words, negated = texts[1:], False
     while len(words) > 1 and words[0] == "!":
         words, negated = words[1:], not negated
-    if None in words or any(PATTERN.search(word.text) for word in written[1:]):
-        return None
-    if written and GLOB.search(words[-1] or ""):  # what a variable holds may be a pattern, too
-        return None
-    found = _holds([word or "" for word in words])
+    found = None if None in words else _holds([word or "" for word in words])
     return None if found is None else found != negated
+
+
+def double_holds(fields: Sequence[Text], written: Sequence[Word]) -> bool | None:
+    """The result of `[[`, with `&&` and `||` from left to right as far as they decide it; None if it is not certain."""
+    alternatives: list[list[list[tuple[str | None, Word]]]] = [[[]]]
+    for field, word in zip(fields[1:-1], written[1:-1], strict=True):
+        if word.text == "||":
+            alternatives.append([[]])
+        elif word.text == "&&":
+            alternatives[-1].append([])
+        else:
+            alternatives[-1][-1].append((plain(field), word))
+    for terms in alternatives:
+        found: bool | None = True
+        for term in terms:
+            if found:
+                found = _term(term)
+        if found is not False:
+            return found
+    return False
+
+
+def _term(pairs: list[tuple[str | None, Word]]) -> bool | None:
+    """A comparison in `[[`, whose right side is a pattern."""
+    negated = False
+    while len(pairs) > 1 and pairs[0][1].text == "!":
+        pairs, negated = pairs[1:], not negated
+    texts, written = [text for text, _ in pairs], [word for _, word in pairs]
+    if None in texts or any(re.search(r"[()&|<>]", word.text) for word in written):
+        return None
+    words = [text or "" for text in texts]
+    if len(words) == 3 and words[1] in ("=", "==", "!="):
+        pattern = pattern_of(written[2])
+        if pattern is None and GLOB.search(words[2]):  # what a variable holds may be a pattern, too
+            return None
+        pattern = re.escape(words[2]) if pattern is None else pattern
+        matches = re.fullmatch(pattern, words[0], re.DOTALL) is not None
+        return matches ^ (words[1] == "!=") ^ negated
+    found = _holds(words)
+    return None if found is None else found != negated
+
+
+def pattern_of(word: Word) -> str | None:
+    """A pattern without variables as a regular expression, if its only special character is `*`."""
+    found = ""
+    for part in word.parts:
+        pieces = [part.text] if part.quoted else part.text.split("*")
+        if part.kind != "text" or not (part.quoted or all(map(PLAIN.fullmatch, pieces))):
+            return None
+        found += ".*".join(map(re.escape, pieces))
+    return found
 
 
 def _holds(words: list[str]) -> bool | None:
@@ -57,11 +103,11 @@ def matching_clauses(case: Case, value: str | None) -> list[tuple[tuple[Command,
     found: list[tuple[tuple[Command, ...], bool]] = []
     if case.falls_through:
         return [(body, False) for _, body in case.clauses]
-    for patterns, body in case.clauses:
-        texts = [re.sub(r"^(['\"])(.*)\1$", r"\2", word.text) for word in patterns]
-        always = "*" in texts
-        if value is not None and all(re.fullmatch(r"[\w.,/:=+ -]*", text) or text == "*" for text in texts):
-            if always or value in texts:
+    for words, body in case.clauses:
+        patterns = [pattern_of(word) for word in words]
+        always = ".*" in patterns
+        if value is not None and None not in patterns:
+            if any(re.fullmatch(pattern or "", value, re.DOTALL) for pattern in patterns):
                 return [*found, (body, True)]
             continue
         found.append((body, always))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ingot.errors import ConfigError
 from ingot.migrate.shell import arithmetic
-from ingot.migrate.shell.conditions import holds, matching_clauses
+from ingot.migrate.shell.conditions import double_holds, holds, matching_clauses
 from ingot.migrate.shell.parser import DECLARE
 from ingot.migrate.shell.processes import NAMED, SHELLS, Launch, Processes
 from ingot.migrate.shell.syntax import (
@@ -30,7 +30,7 @@ from ingot.migrate.shell.values import Array, State, Text, merge, plain, shown
 from ingot.migrate.shell.variables import INSTEAD
 
 PREFIXES = ("exec", "command", "builtin", "nohup")
-TESTS = ("[", "test", "[[")
+TESTS = ("[", "test")
 ALWAYS = {"true": True, ":": True, "echo": True, "false": False}
 SETTERS = ("read", "mapfile", "readarray", "getopts", "let", "unset", "printf")
 
@@ -201,7 +201,7 @@ class Evaluator(Processes):
             self.declare(command, state)
             return True
         if command.words[0].text == "[[":
-            return holds([self.joined(word, state) for word in command.words], command.words)
+            return self._double_square(command, state)
         arguments = self.arguments(command.words, state)
         while arguments and plain(arguments[0]) in PREFIXES and len(arguments) > 1:
             state = state if plain(arguments[0]) != "exec" else self._ending(state)
@@ -225,6 +225,16 @@ class Evaluator(Processes):
         elif first is None:
             self.launch("", arguments, command, prefixed)
         return ALWAYS.get(first or "")
+
+    def _double_square(self, command: Simple, state: State) -> bool | None:
+        """`[[ ... ]]`, where what follows `&&` or `||` may not be expanded."""
+        reached, fields = state, list[Text]()
+        for word in command.words:
+            reached = state.copy() if word.text in ("&&", "||") and reached is state else reached
+            fields.append(self.joined(word, reached))
+        for name in state.changed(reached):
+            self.forget(name, f"may be set by the test in {self.line(command.at)}", state)
+        return double_holds(fields, command.words)
 
     def _ending(self, state: State) -> State:
         """`exec COMMAND`: what follows in the script is not reached."""

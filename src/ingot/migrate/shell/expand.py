@@ -195,7 +195,7 @@ class Expander(ABC):
         elif any(piece.text for piece in value if not (piece.why or piece.optional)):
             usable = True
         else:
-            return [*self._open(part)]
+            return self._open(part, next((piece.why for piece in value if piece.why), ""))
         if part.op[-1] == "+":
             return self._pieces(part.default, state, False) if usable else []
         if usable or part.op[-1] == "?":
@@ -205,8 +205,8 @@ class Expander(ABC):
             self.assign(part.name, default, state, part.at)
         return self._pieces(part.default, state, False)
 
-    def _open(self, part: Part) -> Fragments:
-        value = self.unsettled(part.name, "is not set in the script", part.at)
+    def _open(self, part: Part, why: str = "") -> Fragments:
+        value = self.unsettled(part.name, why or "is not set in the script", part.at)
         return [replace(p, quoted=part.quoted, at=part.at) for p in value] if isinstance(value, tuple) else []
 
 
