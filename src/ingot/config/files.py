@@ -74,8 +74,8 @@ def check_key(key: str, origin: str) -> None:
 def _syntax_error(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
     line = error.problem_mark.line + 1 if error.problem_mark else 0
     if path.suffix == ".json":
-        lines = enumerate(text.splitlines()[:line], 1)
-        if comment := next((number for number, text_of in lines if text_of.lstrip().startswith("//")), 0):
+        unquoted = (re.sub(r'"(?:\\.|[^"\\])*"', "", text_of) for text_of in text.splitlines()[:line])
+        if comment := next((number for number, text_of in enumerate(unquoted, 1) if "//" in text_of), 0):
             return f"{path}:{comment}: {SLASHES}"
         try:
             json.loads(text)
