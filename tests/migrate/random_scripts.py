@@ -8,10 +8,16 @@ from pathlib import Path
 NAMES = ("TP", "PP", "GBS", "SEED", "LR")
 STRINGS = ("ARGS", "OPTS", "EXTRA")
 LISTS = ("MODEL", "DATA", "MORE")
-# Writes each run as a line: script, then its arguments, with marks that no script has between them.
+# Writes each run with one call, as several may run at a time: its arguments, with marks that no script has between them.
 RECORDER = """#!/bin/sh
 while [ $# -gt 0 ]; do
-  case $1 in pretrain_gpt.py|*/pretrain_gpt.py) shift; { printf 'run\\037'; [ $# = 0 ] || printf '%s\\037' "$@"; printf '\\036'; } >> "$RECORD"; exit ;; esac
+  case $1 in
+    pretrain_gpt.py|*/pretrain_gpt.py)
+      shift
+      [ $# = 0 ] || words=$(printf '%s\\037' "$@")
+      printf 'run\\037%s\\036' "$words" >> "$RECORD"
+      exit ;;
+  esac
   shift
 done
 """

@@ -226,7 +226,10 @@ def _origin(pieces: Text, at: str) -> str:
 
 def _refuse_argument(pieces: Text, origin: str) -> None:
     missing = next(piece for piece in pieces if piece.why)
-    given = f"pass --set {missing.name}='...' ('' for nothing)" if missing.name else "write them into the script"
+    given = f"--set {missing.name}='...' ('' for nothing)" if missing.name else "write them into the script"
+    if missing.name and missing.why.startswith("depends on") and "$" in missing.why:
+        given = f"--set for a variable of the condition, or {given}"
+    given = f"pass {given}" if missing.name else given
     raise ConfigError(
         f"{origin}: the command takes arguments from {shown(pieces)}: {missing.name or 'it'} {missing.why}; {given}, "
         "or give all arguments after -- instead of the script"
