@@ -136,9 +136,10 @@ def _only(runs: list[Run], path: Path) -> Run:
             different.append(run)
     lines = sorted({run.line for run in different})
     if len(lines) > 1:
+        first = min(different, key=lambda run: (bool(NOT_GPT.search(run.program)), run.line))
         raise ConfigError(
             f"{different[0].at}: the script trains more than once, in lines {', '.join(map(str, lines))}; choose "
-            f"one with --pick {lines[0]} or another of these lines"
+            f"one with --pick {first.line} or another of these lines"
         )
     if len(different) > 1:
         raise ConfigError(f"{runs[0].at}: this command runs several times, with different arguments; {INSTEAD}")
