@@ -4,6 +4,7 @@ Any other exception that reaches the user is a bug of ingot and ends with exit c
 """
 
 import errno
+import re
 import shlex
 
 EXIT_FINISHED = 0
@@ -73,6 +74,12 @@ _DISK_ADVICE = {
     errno.EISDIR: "choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+
+
+def first_sentence(error: Exception) -> str:
+    """The first sentence of another library's message, whole; the name of the error if it has no message."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return re.split(r"(?<=[.!?])\s", line, maxsplit=1)[0].rstrip(".")
 
 
 class Interrupted(IngotError):

@@ -13,6 +13,7 @@ from conftest import TINY
 from terminal import COLOR, Terminal
 
 from ingot.checkpoint.manifest import steps_in
+from ingot.launch.status import read_status
 
 ENDLESS = [*TINY, "max_duration=100000ba", "scheduler.name=constant_with_warmup"]
 SLOW = [*ENDLESS, "global_train_batch_size=40000"]  # a step takes a minute
@@ -66,6 +67,10 @@ def test_ctrl_c_is_answered_at_once_and_the_run_is_saved(data: Path, tmp_path: P
     step = int(terminal.wait_for(r"finishing step (\d+), then saving; press Ctrl-C again to stop now")[1])
     assert terminal.end() == 75
     assert steps_in(tmp_path / "run" / "checkpoints") == [step]
+    status = read_status(tmp_path / "run")
+    then = f"the same command continues from batch {step} of 100000"
+    assert status.state == "not running" and status.over
+    assert status.lines()[0] == f"state: not running: stopped by Ctrl-C; {then}"
     assert not COLOR.search(terminal.text)
 
 
@@ -81,6 +86,7 @@ def test_a_second_ctrl_c_stops_now_and_says_what_is_lost(data: Path, tmp_path: P
     said = "stopped now, during step 1; the same command starts over, since nothing was saved yet"
     assert terminal.lines[-2:] == [said, ""]
     assert steps_in(tmp_path / "run" / "checkpoints") == []
+    assert read_status(tmp_path / "run").stopped == "stopped by Ctrl-C; the same command starts over"
 
 
 def test_ctrl_c_during_start_up_ends_the_command_in_one_line(data: Path, tmp_path: Path) -> None:

@@ -312,3 +312,18 @@ def test_optional_keys_are_optional_to_type_checkers_too() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Field":
                 assert not node.args, f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    ("override", "closest"),
+    [
+        ("eval.tasks=[{label: a, dataset_uri: x, icl_task_typ: schema}]", "eval.tasks.0.icl_task_type"),
+        (
+            "eval.gauntlet={categories: [{name: a, benchmarks: [{nme: x}]}]}",
+            "eval.gauntlet.categories.0.benchmarks.0.name",
+        ),
+    ],
+)
+def test_an_unknown_key_of_a_list_entry_names_the_closest(override: str, closest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key [\w.]+; did you mean {closest}\?"):
+        load_config(RunConfig, [override])

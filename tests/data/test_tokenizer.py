@@ -200,3 +200,16 @@ def test_what_the_tokenizer_puts_around_a_document_is_found(trained: Tokenizer) 
     )
     engine = choose_engine(Tokenizer(backend))
     assert (engine.rules.prefix, engine.rules.suffix) == ([0], [])
+
+
+def test_the_first_sentence_of_the_hub_is_shown_whole_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    words = " ".join(["nothing"] * 60)
+
+    def refuse(*arguments: object) -> str:
+        raise OSError(f"{words}. Another sentence.\nAnother line")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(DataError, match=rf"\({words}\); check the connection, or download it elsewhere"):
+        load_tokenizer("no-such/tokenizer")

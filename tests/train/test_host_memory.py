@@ -78,3 +78,31 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], 
 
 def test_without_limits_from_the_system_nothing_is_refused(tmp_path: Path) -> None:
     assert available_memory(tmp_path) is None
+
+
+def test_a_batch_that_no_memory_holds_is_refused_with_one_that_fits() -> None:
+    from ingot.training.runtime.memory_check import check_batch_memory
+
+    config = load_config(RunConfig, ["pythia-14m", "data=x", "max_seq_len=1024", "global_train_batch_size=1000"])
+    check_batch_memory(config, Layout(), 1, 5 * 1000 * 1024 * 16)
+    with pytest.raises(ConfigError, match=r"global_train_batch_size = 1000: .*; use at most 500"):
+        check_batch_memory(config, Layout(), 1, 5 * 500 * 1024 * 16)
+    with pytest.raises(ConfigError, match=r"max_seq_len = 1024: .*; use a smaller one"):
+        check_batch_memory(config, Layout(), 1, 1024)
+
+
+def test_an_absurd_batch_size_is_refused_at_once() -> None:
+    for micro in ("auto", "7"):
+        with pytest.raises(ConfigError, match="9,999,999,999,999 sequences in one step are too many"):
+            load_config(RunConfig, ["pythia-14m", "global_train_batch_size=9999999999999",
+                                    f"device_train_microbatch_size={micro}"])  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 1_000_000_007])
+def test_divisors_are_found_by_the_square_root(number: int) -> None:
+    from ingot.divisors import divisors
+
+    found = divisors(number)
+    assert found == sorted(set(found)) and found[0] == 1 and found[-1] == number
+    if number < 100:
+        assert found == [n for n in range(1, number + 1) if number % n == 0]

@@ -9,6 +9,7 @@ import typer
 from ingot.cli.commands import OptionCommand
 from ingot.cli.options import options_from
 from ingot.cli.prepare_options import PeerOptions, PrepareRequest, read_request
+from ingot.cli.walkthrough import is_walkthrough
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.prepare.prepare import prepare as run
 from ingot.plurals import count_of
@@ -120,7 +121,7 @@ def prepare(paths: Paths = None, **options: Any) -> None:
                 _print_summary(where, made, report.seconds)
                 if request.peer.verbose:
                     _print_lengths(made)
-        if not split.share:
+        if not split.share and not is_walkthrough():
             print(f"train on it: {report.train_command}" if report.train_command else NO_TOKENS)
 
 

@@ -4,10 +4,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 from ingot.report.loss_curve import draw_loss_curve
 
+_RUNS_VERBS = ContextVar("_RUNS_VERBS", default=False)
 SHIPPED_TASKS = ("arithmetic", "copy", "capitalization", "brackets")
 
 
@@ -16,11 +18,19 @@ def run_verb(*arguments: str) -> None:
     from ingot.cli.main import app as ingot
 
     print(f"\n$ {as_typed(arguments)}", flush=True)
+    before = _RUNS_VERBS.set(True)
     try:
         ingot(list(arguments), prog_name="ingot", standalone_mode=False)
     except SystemExit as end:  # how train reports its result
         if end.code:
             raise
+    finally:
+        _RUNS_VERBS.reset(before)
+
+
+def is_walkthrough() -> bool:
+    """Whether `run_verb` runs the command, and not the user, who wants to know what to type next."""
+    return _RUNS_VERBS.get()
 
 
 def as_typed(arguments: Sequence[str]) -> str:

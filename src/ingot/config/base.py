@@ -1,7 +1,7 @@
 """The base of every config section: unknown keys are errors, field docstrings are the documentation."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -39,6 +39,9 @@ def closest_key(key: str, schema: type[BaseModel]) -> str | None:
     """The known dotted key that a misspelled one most likely meant."""
     keys = list(known_keys(schema))
     section, _, leaf = key.rpartition(".")
+    listed = [name for part in _sections_at(schema, section.split(".")) for name in part.model_fields]
+    if match := difflib.get_close_matches(leaf, listed, n=1, cutoff=0.6):  # also in the entry of a list
+        return f"{section}.{match[0]}"
     siblings = [k for k in keys if k.rpartition(".")[0] == section]
     by_leaf = {k.rpartition(".")[2]: k for k in siblings}
     if match := difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6):
@@ -47,6 +50,21 @@ def closest_key(key: str, schema: type[BaseModel]) -> str | None:
         return homes[0]
     match = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     return match[0] if match else None
+
+
+def _sections_at(annotation: Any, path: Sequence[str]) -> Iterator[type[BaseModel]]:
+    """The section classes that a value may have at a path below a value of this type, through lists and tables."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and origin is None and issubclass(annotation, BaseModel):
+        if not path:
+            yield annotation
+        elif path[0] in annotation.model_fields:
+            yield from _sections_at(annotation.model_fields[path[0]].annotation, path[1:])
+    elif origin in (Union, UnionType, Annotated):
+        for option in inner:
+            yield from _sections_at(option, path)
+    elif path and (origin is dict or (origin in (list, tuple) and path[0].isdigit())):
+        yield from _sections_at(inner[-1] if origin is dict else inner[0], path[1:])
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

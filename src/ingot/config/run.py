@@ -18,12 +18,14 @@ from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
 from ingot.config.training import GuardsConfig, LoggersConfig, OptimizerConfig, SchedulerConfig
+from ingot.divisors import divisors
 from ingot.errors import ConfigError
 from ingot.storage.names import plain_name, plain_name_from
 
 PRECISION_ALIASES = {"amp_bf16": "bf16", "amp_fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32",
                      "amp_fp8": "fp8"}  # fmt: skip
 
+MOST_SEQUENCES = 1 << 30  # in a step: a thousand times what any published run had
 EVAL_BATCH = 8  # sequences, where the config does not say
 
 
@@ -198,8 +200,13 @@ class RunConfig(Section):
         if self.mask_eos_loss and self.model.eos_token_id is None:
             raise rule_error("mask_eos_loss", "model.eos_token_id must say which token ends a document")
         micro, batch = self.device_train_microbatch_size, self.global_train_batch_size
+        if batch > MOST_SEQUENCES:
+            raise rule_error(
+                "global_train_batch_size",
+                f"{batch:,} sequences in one step are too many; use at most {MOST_SEQUENCES:,}",
+            )
         if isinstance(micro, int) and batch % micro:
-            near = max(n for n in range(1, min(micro, batch) + 1) if batch % n == 0)
+            near = max(n for n in divisors(batch) if n <= micro)
             raise rule_error(
                 "device_train_microbatch_size",
                 f"{micro} does not divide global_train_batch_size {batch}; use {near} or auto",

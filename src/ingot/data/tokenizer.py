@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from ingot.errors import DataError, disk_error
+from ingot.errors import DataError, disk_error, first_sentence
 from ingot.storage.atomic import write_whole
 
 # Names of the end-of-document token, the most reliable first.
@@ -169,10 +169,10 @@ def _from_hub(name: str) -> Tokenizer:
     try:
         file = Path(hf_hub_download(name, "tokenizer.json"))
     except Exception as error:  # the hub client raises many kinds: offline, 401, 404, bad name
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_sentence(error)
         raise DataError(
             f"{advice}, and its tokenizer.json is neither in the local Hugging Face cache nor available from the hub "
-            f"({reason[:160]}); download it elsewhere and pass its path"
+            f"({reason}); check the connection, or download it elsewhere and pass its path"
         ) from None
     with contextlib.suppress(Exception):  # optional; without it the usual names of EOS are tried
         hf_hub_download(name, "tokenizer_config.json")

@@ -48,7 +48,7 @@ def evaluate(
     """
     order = dataset.order(config.order_seed(source), source.shuffle)
     count_bytes = _byte_counter(config, dataset, tokenizer)
-    size = config.device_eval_batch_size or executor.microbatch
+    size = min(config.device_eval_batch_size or executor.microbatch, max(dataset.samples, executor.microbatch))
     limit = dataset.samples if config.eval_samples is None else min(dataset.samples, config.eval_samples)
     own = size * executor.data_rank
     loss = torch.zeros((), device=executor.device, dtype=torch.float64)

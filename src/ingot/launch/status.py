@@ -3,6 +3,7 @@
 Silence proves nothing: a cluster that does not answer leaves the state "unknown".
 """
 
+import json
 import re
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
 from ingot.plurals import count_of
 from ingot.storage.json_lines import read_json_lines
-from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP
+from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP, STOPPED
 
 TAIL_BYTES = 200_000  # of the metrics, in which the last row with a loss is
 FRESH_SECONDS = 60.0  # a running run touches its owner's file every few seconds
@@ -31,6 +32,8 @@ class Status:
     """What is known."""
 
     state: str
+    stopped: str = ""
+    """By what a run that is not running was stopped, and where; empty if it broke off."""
     verb: str = "train"
     pieces: int = 0
     """Of a running preparation: pieces of the input that are done."""
@@ -50,7 +53,7 @@ class Status:
 
     def lines(self) -> list[str]:
         """For people."""
-        out = [f"state: {self.state}"]
+        out = [f"state: {self.state}" + (f": {self.stopped}" if self.stopped else "")]
         if self.row:
             eta = self.row.get("time/remaining_estimate")
             figures = f"batch {self.batch}, loss {self.row.get('loss/train/total') or float('nan'):.4f}"
@@ -97,11 +100,26 @@ def read_status(run: Path) -> Status:
     state = _state_by_folder(run)  # before asking the back end, which may take a while
     states = job_states(run)
     verb = launched_verb(run) or "train"
+    state = state or _state_by_jobs(run, verb, states)
     return Status(
-        state=state or _state_by_jobs(run, verb, states), verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
+        state=state, stopped=_stopped(run) if state == "not running" else "", verb=verb,
+        pieces=_pieces(run) if verb == "prepare" else 0,
         checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=read_all_failures(run), jobs=states or {},
         strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),
     )  # fmt: skip
+
+
+def _stopped(run: Path) -> str:
+    """What the run wrote down when it stopped."""
+    try:
+        record = json.loads((run / STOPPED).read_text(encoding="utf-8"))
+        reason, batch, total = str(record["reason"]), int(record["batch"]), int(record["total"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    by = {"SIGINT": "stopped by Ctrl-C", "SIGHUP": "stopped because its terminal was closed (SIGHUP)"}
+    why = by.get(reason) or (f"stopped by {reason}" if reason.startswith("SIG") else f"stopped because {reason}")
+    then = f"the same command continues from batch {batch} of {total}" if batch else "the same command starts over"
+    return f"{why}; {then}"
 
 
 def _attempts(run: Path) -> int:

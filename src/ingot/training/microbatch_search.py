@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ingot.config.run import RunConfig
+from ingot.divisors import divisors
 from ingot.errors import ConfigError
 from ingot.parallel.executors.base import Executor, MemoryUse
 from ingot.parallel.executors.oom import OutOfMemory, as_out_of_memory
@@ -122,14 +123,14 @@ def candidate_sizes(config: RunConfig, executor: Executor, too_large: int | None
     batch = rank_batch(config, executor.layout)
     if asked == "auto":
         batch = max(1, batch // executor.min_microbatches)
-    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
+    sizes = divisors(batch)
     if too_large is not None:
-        divisors = [n for n in divisors if n <= too_large // 2] or [1]
+        sizes = [n for n in sizes if n <= too_large // 2] or [1]
     if asked == "auto":
-        return divisors, ""
+        return sizes, ""
     assert isinstance(asked, int)
     if too_large is not None and asked >= too_large:
-        return divisors[-1:], f"{too_large} did not fit into memory earlier in this run"
+        return sizes[-1:], f"{too_large} did not fit into memory earlier in this run"
     return [min(asked, batch)], "as configured" if asked <= batch else "all sequences that a rank has"
 
 

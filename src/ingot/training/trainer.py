@@ -164,6 +164,7 @@ class Trainer:
                 if reason or save_due:
                     self._save(final=bool(reason) or progress.is_last)
         if reason:
+            run.record_stop(reason, progress.batch, progress.total)
             self.listener.note(f"stopped after batch {progress.batch} of {progress.total}: {reason}")
         else:
             run.finish(progress.batch)
@@ -186,6 +187,7 @@ class Trainer:
     def interrupted(self) -> KeyboardInterrupt:
         """What a second Ctrl-C leaves behind."""
         saved = self.checkpointer.writer.saved_step
+        self.run.record_stop("SIGINT", saved or 0, self.progress.total)
         then = "starts over, since nothing was saved yet" if saved is None else f"continues from step {saved}"
         return KeyboardInterrupt(f"stopped now, during {self.stop.doing or 'start-up'}; the same command {then}")
 

@@ -11,7 +11,7 @@ from typing import Any
 from ingot.data.prepare.options import PrepareOptions
 from ingot.data.sources.documents import TextBatch, TextBlock, text_of
 from ingot.data.sources.input_files import HUB
-from ingot.errors import DataError, MissingExtra
+from ingot.errors import DataError, MissingExtra, first_sentence
 
 _RETRIES = 8
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 120.0
@@ -58,5 +58,5 @@ def _open(dataset: str, subset: str | None, split: str, done: int) -> Iterator[d
     try:
         stream = load_dataset(dataset, subset, split=split, streaming=True)
     except (ValueError, FileNotFoundError) as error:  # no such dataset, subset or split
-        raise DataError(f"{dataset}: cannot be opened on the hub: {str(error).splitlines()[0][:200]}") from None
+        raise DataError(f"{dataset}: cannot be opened on the hub: {first_sentence(error)}") from None
     return iter(stream.skip(done) if done else stream)

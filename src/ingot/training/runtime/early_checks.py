@@ -11,7 +11,7 @@ from ingot.data.loading.open_dataset import check_local
 from ingot.errors import CheckpointError, disk_error
 from ingot.parallel.layout import Layout
 from ingot.storage.object_store import is_url
-from ingot.training.runtime.memory_check import check_host_memory
+from ingot.training.runtime.memory_check import check_batch_memory, check_host_memory
 from ingot.training.runtime.run_folder import changed_keys
 
 
@@ -25,6 +25,7 @@ def check_early(config: RunConfig, fresh: bool, layout: Layout, processes: int, 
     check_writable(run)
     if not fresh:
         _check_continues(config, run)
+    check_batch_memory(config, layout, processes)
     if config.device == "cpu" or not has_gpu:
         check_host_memory(config, layout, processes)
 

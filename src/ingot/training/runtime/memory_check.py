@@ -13,6 +13,7 @@ from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, estimate_memory
 
 GIB = 2**30
+BYTES_OF_TOKEN = 16  # the token and its label, int64
 
 
 def check_host_memory(config: RunConfig, layout: Layout, processes: int, available: int | None = None) -> None:
@@ -30,6 +31,22 @@ def check_host_memory(config: RunConfig, layout: Layout, processes: int, availab
         f"{holders} here ({listed}), and {available / GIB:.1f} GiB are available; "
         f"{_what_fits(config, layout, processes, available)}, or use more machines, whose processes share the weights "
         "(parallel.shard)"
+    )
+
+
+def check_batch_memory(config: RunConfig, layout: Layout, processes: int, available: int | None = None) -> None:
+    """Raise if the batches that wait for their step, which are in this machine's memory also with GPUs, do not fit."""
+    available = available_memory() if available is None else available
+    batches, sequence = config.sources.prefetch_batches + 1, config.max_seq_len * BYTES_OF_TOKEN
+    one = batches * processes * sequence / layout.data  # of a sequence more in the global batch
+    if available is None or one * config.global_train_batch_size <= available:
+        return
+    fits = int(available / one)
+    key, remedy = ("global_train_batch_size", f"use at most {fits}") if fits else ("max_seq_len", "use a smaller one")
+    raise ConfigError(
+        f"{key} = {getattr(config, key)}: the tokens of {batches} batches, which are kept ready "
+        f"(data.prefetch_batches), take {one * config.global_train_batch_size / GIB:.1f} GiB, and "
+        f"{available / GIB:.1f} GiB are available; {remedy}"
     )
 
 

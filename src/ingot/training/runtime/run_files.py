@@ -14,8 +14,9 @@ GUARDS = "guards.jsonl"  # skipped batches, and why
 OWNER = "owner.json"  # exists while a run owns the folder
 STOP = "STOP"  # created by the user: save and stop
 FINISHED = "FINISHED"  # created at the end of a run
+STOPPED = "stopped.json"  # why and where a run stopped before its end
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, GUARDS, FINISHED, FAILURES,
-        MICROBATCH, EVALUATIONS)  # fmt: skip
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, GUARDS, FINISHED, STOPPED,
+        FAILURES, MICROBATCH, EVALUATIONS)  # fmt: skip
 """What `--fresh` removes."""

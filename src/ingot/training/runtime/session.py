@@ -10,7 +10,7 @@ from ingot.data.tokenizer import Tokenizer
 from ingot.storage.atomic import write_whole
 from ingot.training.runtime.heartbeat import Heartbeat
 from ingot.training.runtime.lease import Lease
-from ingot.training.runtime.run_files import FINISHED, GUARDS, TOKENIZER
+from ingot.training.runtime.run_files import FINISHED, GUARDS, STOPPED, TOKENIZER
 from ingot.training.runtime.run_folder import check_disk_space, open_run_folder, write_config
 from ingot.training.runtime.sample_log import SampleLog, truncate_sample_logs
 
@@ -38,6 +38,7 @@ class RunSession:
         if not self.is_owner:
             return
         truncate_sample_logs(self.folder, batch)
+        (self.folder / STOPPED).unlink(missing_ok=True)
         if batch < total:
             (self.folder / FINISHED).unlink(missing_ok=True)
         write_config(self.folder, self.config)
@@ -64,6 +65,11 @@ class RunSession:
         """Mark the run as finished."""
         if self.is_owner:
             write_whole(self.folder / FINISHED, f"{batch}\n")
+
+    def record_stop(self, reason: str, batch: int, total: int) -> None:
+        """Write why the run stops before its end, for `ingot status`."""
+        if self.is_owner:
+            write_whole(self.folder / STOPPED, json.dumps({"reason": reason, "batch": batch, "total": total}) + "\n")
 
     def close(self) -> None:
         self.samples.close()

@@ -69,14 +69,17 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.number == REASONS.index("SIGINT")
+        self.number = REASONS.index(
+            signal.Signals(number).name
+        )  # first: an answer below may already bring the next one
         if number == signal.SIGINT:
-            if self.number == REASONS.index("SIGINT") or (self.answers and not self.doing):
+            if again or (self.answers and not self.doing):
                 raise KeyboardInterrupt
             if self.answers:
                 say(f"finishing {self.doing}, then saving; press Ctrl-C again to stop now")
         if number == signal.SIGHUP:
             leave_terminal()
-        self.number = REASONS.index(signal.Signals(number).name)
 
     def _local_request(self) -> int:
         now = time.monotonic()
