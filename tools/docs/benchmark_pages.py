@@ -41,6 +41,7 @@ def pages(results: Path) -> dict[str, str]:
         "profile.md": profile_table(gpu),
         "kernels.md": kernel_table(_read(results, "gpu_kernels")),
         "losses.md": loss_table(_read(results, "gpu_losses")),
+        "evaluation.md": evaluation_table(_read(results, "evaluation")),
         "memory.md": memory_table(gpu),
         "memory.svg": memory_chart(gpu),
     }
@@ -286,6 +287,23 @@ def streaming_chart(data: Any) -> str:
     rows = data["sections"]["streaming"]["rows"]
     labels = [" of ".join(reversed(r["what"].split(": ", 1))) for r in rows]
     return bars(labels, [r["mb_per_s"] for r in rows], "MB per second")
+
+
+# --- downstream tasks
+
+
+def evaluation_table(runs: Any) -> str:
+    """ingot against lm-evaluation-harness's own `hf` model, on the same questions."""
+    rows: list[list[object]] = []
+    for name, run in runs.items():
+        for what, key in (("scoring", "scoring"), ("scoring, CPU time", "scoring_cpu"), ("whole command", "whole")):
+            own, peer = run["ingot_seconds"][key], run["hf_seconds"][key]
+            rows.append([f"{name}: {what}", f"{run['requests']:,}", f"{own:.1f}", f"{peer:.1f}", f"{peer / own:.1f}"])
+    differences = max(run["largest_log_likelihood_difference"] for run in runs.values())
+    same = all(run["accuracies"]["ingot"] == run["accuracies"]["hf"] for run in runs.values())
+    return table(["", "requests", "ingot, s", "`hf` model, s", "ratio"], rows) + (
+        f"\nAccuracies are {'equal' if same else 'not all equal'}; log-likelihoods differ by at most {differences:.1g}.\n"
+    )
 
 
 # --- checkpoints and recovery
