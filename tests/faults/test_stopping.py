@@ -99,7 +99,12 @@ def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path, nproc: in
         run.command[-2:] = []
     ours, theirs = pty.openpty()
     run.process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *run.command], env=run.env, stdin=theirs, stdout=theirs, stderr=theirs
+        ["setsid", "--ctty", "--wait", *run.command],
+        env=run.env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
     os.close(theirs)
     run.wait_for_batch(5)

@@ -147,8 +147,8 @@ def test_a_dry_run_prints_both_scripts_and_the_spec_and_touches_nothing(
     ("arguments", "reason"),
     [
         (["--path", "absent.txt", "--out_root", "out"], "absent.txt: no such file"),
-        (["--out_root", "out"], "give either --path"),
-        (["--path", "a.txt"], "give either --out_root"),
+        (["--out_root", "out"], "name what to prepare"),
+        (["--path", "a.txt"], "give either --out"),
         (["--path", "a.txt", "--out_root", "out", "--concat_token", "3"], "--concat_token"),
         (["--path", "a.txt", "--out_root", "out", "--split", "../x"], "one plain name"),
         (["--path", "a.txt", "--out_root", "out", "--splits", "train", "val"], "the same documents"),

@@ -61,11 +61,18 @@ def test_nproc_starts_processes_and_keeps_the_log_of_each(ingot: Ingot, data: Pa
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["2"]
 
 
-def test_a_user_error_in_every_rank_is_one_sentence_with_its_exit_code(ingot: Ingot, tmp_path: Path) -> None:
-    done = ingot("train", *TINY, "data=nowhere", f"save_folder={tmp_path / 'run'}", "--nproc", "2", check=False)
+def test_a_user_error_in_every_rank_is_one_sentence_with_its_exit_code(
+    ingot: Ingot, data: Path, tmp_path: Path
+) -> None:
+    folder = f"save_folder={tmp_path / 'run'}"
+    done = ingot("train", *TINY, f"data={data}", folder, "--nproc", "2", "cuda_graphs=true", check=False)
     assert done.returncode == 2
     first, second = done.stderr.strip().splitlines()
-    assert first.startswith("error: nowhere") and "of 2 failed first; the log of every rank is in" in second
+    assert (
+        first.startswith("error: ")
+        and "cuda_graphs" in first
+        and "of 2 failed first; the log of every rank is in" in second
+    )
 
 
 def test_an_impossible_layout_starts_no_process(ingot: Ingot, data: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_folder_of_mixed_files_becomes_a_model_that_the_printed_commands_repea
     assert rows[-1]["loss/train/total"] < rows[0]["loss/train/total"]
     (tmp_path / "out dir").rename(tmp_path / "first")
     commands = printed_commands(done.stdout)
-    assert [command[0] for command in commands] == ["prepare", "train", "eval", "generate", "export"]
+    assert [command[0] for command in commands] == ["prepare", "train", "eval", "generate", "export", "eval"]
     for command in commands[:2]:
         ingot(*command)
     assert weights(tmp_path / "out dir" / "run") == weights(tmp_path / "first" / "run")

@@ -69,14 +69,11 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.number == REASONS.index("SIGINT")
-        self.number = REASONS.index(
-            signal.Signals(number).name
-        )  # first: an answer below may already bring the next one
+        before, self.number = self.number, REASONS.index(signal.Signals(number).name)
         if number == signal.SIGINT:
-            if again or (self.answers and not self.doing):
+            if before == self.number or (self.answers and not self.doing):
                 raise KeyboardInterrupt
-            if self.answers:
+            if self.answers:  # a second Ctrl-C may arrive while this is written
                 say(f"finishing {self.doing}, then saving; press Ctrl-C again to stop now")
         if number == signal.SIGHUP:
             leave_terminal()
