@@ -26,7 +26,7 @@ from ingot.migrate.shell.syntax import (
     Pipe,
     Simple,
 )  # fmt: skip
-from ingot.migrate.shell.values import Array, State, Text, merge, plain, shown
+from ingot.migrate.shell.values import Array, State, Text, merge, plain, shown, unknown
 from ingot.migrate.shell.variables import INSTEAD
 
 PREFIXES = ("exec", "command", "builtin", "nohup")
@@ -268,9 +268,9 @@ class Evaluator(Processes):
             self.options(words[1:], command.at, state)
         elif first == "shift":
             before, count = state.values.get("@"), texts[1] if len(texts) > 1 else "1"
-            if isinstance(before, Array):
-                known = count is not None and count.isdigit() and int(count) <= len(before.items)
-                state.values["@"] = Array(before.items[int(count or 0) :]) if known else ()
+            state.values["@"] = unknown("@", f"is shifted in {line}", command.at)
+            if isinstance(before, Array) and count is not None and count.isdigit() and int(count) <= len(before.items):
+                state.values["@"] = Array(before.items[int(count) :])
         elif first == "shopt" and not {"extglob", "nullglob", "globstar"}.issuperset(
             t or "?" for t in texts[1:] if t not in ("-s", "-u")
         ):

@@ -63,8 +63,11 @@ class Expander(ABC):
         value = state.values.get("@")
         if name == "0":
             return unknown(name, "is the name that the script is called by", at)
-        if not isinstance(value, Array):
+        if value is None:
             return self.unsettled("@" if name == "*" else name, "comes from the caller of the script", at)
+        if not isinstance(value, Array):  # no longer what the caller gave, so --set 1=... does not say what $1 is here
+            why = next((piece.why for piece in value if piece.why), "is not certain")
+            return self.unsettled("@", why, at) if name in ("@", "*") else (Fragment(f"${name}", at, why=why),)
         if name in ("@", "*"):
             return value
         return value.items[int(name) - 1] if 0 < int(name) <= len(value.items) else ()
