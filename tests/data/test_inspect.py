@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,17 @@ def test_a_dataset_of_text_is_reported_as_such(tmp_path: Path) -> None:
     prepare(tmp_path / "x.txt", tmp_path / "out", tokenizer=None, show=lambda line: None)
     assert json.loads((tmp_path / "out" / "train" / "meta.json").read_text())["vocab_size"] is None
     assert "contains text, not tokens" in next(describe(str(tmp_path / "out"), "train", None, verify=True))
+
+
+@pytest.mark.parametrize("format", ["mds", "indexed"])
+def test_json_says_what_the_lines_say(
+    format: str, made: Path, ingot_here: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    told = "\n".join(describe(str(made / format), "val", None, verify=True))
+    options = ["--json", "--text", "--loader", "--max-seq-len", "32"]
+    train, val = json.loads(ingot_here("inspect", str(made / format), *options).stdout)
+    assert (train["split"], val["split"], val["format"]) == ("train", "val", format)
+    assert val["documents"] == 1 and val["text_bytes"] == 6400 and val["verified"] is True
+    assert f"{val['tokens']:,} tokens" in told and f"{val['bytes']:,} bytes" in told
+    assert f"tokenizer: {val['vocab_size']:,} tokens" in told
+    assert len(val["text"]) == 2 and len(val["first_samples"]) > 0 and val["samples_per_second"] > 0

@@ -48,18 +48,38 @@ class InspectOptions(Section):
     """Check sizes and hashes of all shards."""
 
 
+Finding = tuple[str, dict[str, Any]]
+"""A line for people, and what it says by name."""
+
+
 def inspect_dataset(path: str, options: dict[str, Any]) -> Iterator[str]:
     """The lines that `ingot inspect` prints."""
     asked = validate(InspectOptions, options)
     for split in find_splits(path, asked.split):
-        yield from describe(path, split, asked.local, asked.verify)
-        if asked.text:
-            for number, sample in enumerate(
-                decoded_samples(path, split, asked.local, asked.max_seq_len, asked.samples)
-            ):
-                yield f"--- sample {number}\n{sample}"
-        if asked.loader:
-            yield from try_loader(path, split, asked.local, asked.max_seq_len, asked.batches)
+        for line, _ in _inspect_split(path, split, asked):
+            yield line
+
+
+def inspect_as_json(path: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `ingot inspect --json` prints: an object for each split."""
+    asked = validate(InspectOptions, options)
+    found = []
+    for split in find_splits(path, asked.split):
+        facts: dict[str, Any] = {"path": path, "split": split}
+        for _, more in _inspect_split(path, split, asked):
+            facts |= more
+        found.append(facts)
+    return found
+
+
+def _inspect_split(path: str, split: str | None, asked: InspectOptions) -> Iterator[Finding]:
+    yield from findings(path, split, asked.local, asked.verify)
+    if asked.text:
+        texts = list(decoded_samples(path, split, asked.local, asked.max_seq_len, asked.samples))
+        for number, sample in enumerate(texts):
+            yield f"--- sample {number}\n{sample}", {"text": texts}
+    if asked.loader:
+        yield from loader_findings(path, split, asked.local, asked.max_seq_len, asked.batches)
 
 
 def find_splits(path: str, split: str | None) -> list[str | None]:
@@ -73,13 +93,19 @@ def find_splits(path: str, split: str | None) -> list[str | None]:
 
 def describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
     """Lines that describe a dataset; raises DataError if it is damaged."""
+    for line, _ in findings(path, split, local, verify):
+        yield line
+
+
+def findings(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[Finding]:
+    """What is in a dataset; raises DataError if it is damaged."""
     try:
         yield from _describe(path, split, local, verify)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: index.json or meta.json is damaged: {error!r}; prepare or copy it again") from None
 
 
-def _describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[str]:
+def _describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[Finding]:
     if "://" in path:
         kind, place, _ = fetch_index(path, _cache(local), split, None)
         verify = False  # the loader verifies each shard as it arrives
@@ -94,44 +120,52 @@ def _describe(path: str, split: str | None, local: Path | None, verify: bool) ->
         expected = index.tokens * index.dtype.itemsize
         if "://" not in path and binary.stat().st_size != expected:
             raise DataError(f"{binary} has {binary.stat().st_size:,} bytes, not {expected:,}; copy it again")
-        yield f"{place}: Megatron's .bin/.idx, {index.dtype.name} tokens"
-        documents = count_of(len(index.documents) - 1, "document")
-        yield f"{documents}, {index.tokens:,} tokens, {expected:,} bytes; sizes match"
+        facts: dict[str, Any] = {"folder": str(place), "format": "indexed", "token_type": index.dtype.name}
+        yield f"{place}: Megatron's .bin/.idx, {index.dtype.name} tokens", facts
+        count = len(index.documents) - 1
+        facts = {"documents": count, "tokens": index.tokens, "bytes": expected, "verified": True}
+        yield f"{count_of(count, 'document')}, {index.tokens:,} tokens, {expected:,} bytes; sizes match", facts
     if not meta_path.is_file():
-        yield "no meta.json: written by another tool"
+        yield "no meta.json: written by another tool", {}
         return
     meta = json.loads(meta_path.read_text(encoding="utf-8"))
     about = "about " if meta.get("prepare", {}).get("report", {}).get("is_estimate") else ""
     documents = count_of(meta["documents"], "document")
-    yield f"{about}{documents}, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
+    facts = {"documents": meta["documents"], "text_bytes": meta["bytes"], "tokens": meta["tokens"]}
+    line = f"{about}{documents}, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
+    yield line, facts | {"is_estimate": bool(about)}
     if folder := tokenizer_folder(place, *place.parents[:2]):
         tokenizer = load_tokenizer(folder)
         made_with = meta.get("prepare", {}).get("tokenizer")
         if meta["max_token"] >= tokenizer.vocab_size or (made_with and made_with != tokenizer.fingerprint()):
             raise DataError(f"{folder} is not the tokenizer that made {place}; put the right one there")
-        yield f"tokenizer: {tokenizer.vocab_size:,} tokens, matches the data"
+        facts = {"tokenizer": str(folder), "vocab_size": tokenizer.vocab_size}
+        yield f"tokenizer: {tokenizer.vocab_size:,} tokens, matches the data", facts
 
 
-def _describe_mds(folder: Path, verify: bool) -> Iterator[str]:
+def _describe_mds(folder: Path, verify: bool) -> Iterator[Finding]:
     index = json.loads((folder / "index.json").read_bytes())
     columns = {name for shard in index["shards"] for name in shard["column_names"]}
     if "tokens" not in columns:
         samples = sum(int(s["samples"]) for s in index["shards"])
         contents = f"{count_of(samples, 'sample')} of {', '.join(sorted(columns))}"
-        yield f"{folder}: MDS with {contents}; contains text, not tokens"
+        facts: dict[str, Any] = {"folder": str(folder), "format": "mds", "samples": samples, "columns": sorted(columns)}
+        yield f"{folder}: MDS with {contents}; contains text, not tokens", facts
         return
     shards = read_index(folder / "index.json")
     samples, size = sum(s.samples for s in shards), sum((s.packed or s.raw).bytes for s in shards)
     kinds = {s.encoding for s in shards} | {s.compression for s in shards if s.compression}
     counts = f"{count_of(len(shards), 'shard')} ({', '.join(sorted(kinds))}), {count_of(samples, 'sample')}"
-    yield f"{folder}: MDS, {counts}, {size:,} bytes"
+    facts = {"folder": str(folder), "format": "mds", "samples": samples, "columns": sorted(columns)}
+    yield f"{folder}: MDS, {counts}, {size:,} bytes", facts | {"shards": len(shards), "bytes": size, "verified": False}
     if verify:
         hashed = 0
         for shard in follow(f"verifying {folder}", shards, lambda shard: shard.raw.bytes):
             file = shard.packed if shard.packed and (folder / shard.packed.basename).exists() else shard.raw
             verify_file(folder / file.basename, file)
             hashed += bool(file.hashes)
-        yield f"verified: the sizes of all shards and the hashes of {hashed} of {len(shards)} match the index"
+        line = f"verified: the sizes of all shards and the hashes of {hashed} of {len(shards)} match the index"
+        yield line, {"verified": True, "hashed_shards": hashed}
 
 
 def decoded_samples(path: str, split: str | None, local: Path | None, seq_len: int, count: int) -> Iterator[str]:
@@ -145,6 +179,12 @@ def decoded_samples(path: str, split: str | None, local: Path | None, seq_len: i
 
 
 def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, batches: int) -> Iterator[str]:
+    """Lines about reading shuffled batches as training does."""
+    for line, _ in loader_findings(path, split, local, seq_len, batches):
+        yield line
+
+
+def loader_findings(path: str, split: str | None, local: Path | None, seq_len: int, batches: int) -> Iterator[Finding]:
     """Read shuffled batches as training does, and measure the speed."""
     dataset, _ = _open(path, split, local, seq_len)
     batch_samples = min(8, dataset.samples)
@@ -154,15 +194,17 @@ def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, b
         first = next(loader)
         first_seconds = time.monotonic() - started
         ids = first.samples.tolist()
-        yield f"first batch: tokens {list(first.tokens.shape)} in {first_seconds:.3f} s, samples {ids}"
-        yield f"  {first.tokens[0][:16].tolist()} ..."
+        line = f"first batch: tokens {list(first.tokens.shape)} in {first_seconds:.3f} s, samples {ids}"
+        yield line, {"first_batch_seconds": first_seconds, "first_samples": ids}
+        yield f"  {first.tokens[0][:16].tolist()} ...", {"first_tokens": first.tokens[0][:16].tolist()}
         started = time.monotonic()
         for _ in range(batches):
             next(loader)
     finally:
         loader.close()
     seconds = time.monotonic() - started
-    yield f"loader: {batches * batch_samples / seconds:,.0f} samples/s of {seq_len} tokens"
+    rate = batches * batch_samples / seconds
+    yield f"loader: {rate:,.0f} samples/s of {seq_len} tokens", {"samples_per_second": rate}
 
 
 def _open(path: str, split: str | None, local: Path | None, seq_len: int) -> tuple[Dataset, Tokenizer | None]:
