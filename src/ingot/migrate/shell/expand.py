@@ -112,6 +112,9 @@ class Expander(ABC):
     def _arithmetic(self, part: Part, state: State) -> Fragment:
         for name in arithmetic.assigned_names(part.text):
             self.assign(name, unknown(name, f"is computed at {part.at}", part.at), state, part.at)
+        written = f"$(({part.text.replace('{', '').replace('}', '')}))"
+        if re.search(r"\$\((?!\()|`", part.text):
+            return Fragment(written, part.at, part.quoted, "needs the output of a command, and none is run")
         value, missing = arithmetic.evaluate(part.text, lambda name: plain(self.find(name, state, part.at)))
         if value is not None:
             return Fragment(str(value), part.at, part.quoted)
@@ -120,7 +123,7 @@ class Expander(ABC):
         reason = (
             f"needs {missing}, which {why or 'is not a number that the script sets'}" if missing else "is not evaluated"
         )
-        return Fragment(f"$(({part.text.replace('{', '').replace('}', '')}))", part.at, part.quoted, reason, missing)
+        return Fragment(written, part.at, part.quoted, reason, missing)
 
     def _parameter(self, part: Part, state: State, joined: bool) -> Fragments:
         every = part.name in ("@", "*") or part.index in ("@", "*")
