@@ -212,3 +212,11 @@ def test_tasks_may_be_written_out_in_a_recipe_next_to_their_files(
 def test_a_mapping_of_validation_sets_is_checked(given: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(RunConfig, ["data=x", *given])
+
+
+def test_an_evaluation_batch_is_never_larger_than_the_validation_set(data: Path, tmp_path: Path) -> None:
+    few, huge = (
+        run(data, tmp_path / f"{size}", "max_duration=2ba", f"device_eval_batch_size={size}") for size in (4, 10**12)
+    )
+    key = "metrics/eval/LanguageCrossEntropy"
+    assert huge[-1][key] == pytest.approx(few[-1][key], rel=1e-5)
