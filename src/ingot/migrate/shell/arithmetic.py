@@ -5,7 +5,7 @@ import operator
 import re
 from collections.abc import Callable
 
-NAME = re.compile(r"\$\{(\w+)\}|(\$?)([A-Za-z_]\w*|(?<=\$)\d)")
+NAME = re.compile(r"\$\{(\w+)\}|(\$?)((?<!\w)[A-Za-z_]\w*|(?<=\$)\d)")
 ASSIGNED = re.compile(
     r"([A-Za-z_]\w*)\s*(?:\[[^\]]*\]\s*)?(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
