@@ -1,7 +1,9 @@
 """An attempt that is asked to stop before its processes can listen ends as asked, and blames nobody. A process that
 fails leaves its reason for the launcher before it prints it."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 from conftest import TINY
@@ -17,7 +20,7 @@ from specs import spec
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor import hang_diagnosis, node_agent
-from ingot.launch.supervisor.attempt import run_attempt
+from ingot.launch.supervisor.attempt import _own_folder, run_attempt
 from ingot.launch.supervisor.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.supervisor.local_ranks import Node
 from ingot.launch.supervisor.restart_policy import decide_restart
@@ -147,3 +150,21 @@ def test_in_a_job_kernels_are_cached_on_the_disk_of_the_node_unless_the_user_say
         run_attempt(["--version"], Node(1, 1), tmp_path, "1", env=env)
         seen = (tmp_path / "seen").read_text()
         assert seen.startswith(expected) and bool(seen) == bool(expected)
+
+
+def test_a_folder_that_another_launcher_removed_as_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plain, removed = fcntl.flock, []
+
+    def lose_once(lock: IO[str], how: int) -> None:
+        if not removed:  # the other launcher was first, between opening the lock and taking it
+            removed.append(Path(lock.name).parent)
+            shutil.rmtree(removed[0])
+        plain(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", lose_once)
+    with _own_folder() as folder:
+        assert folder.is_dir() and folder != removed[0]
+    assert list(tmp_path.iterdir()) == []

@@ -42,6 +42,7 @@ def pages(results: Path) -> dict[str, str]:
         "kernels.md": kernel_table(_read(results, "gpu_kernels")),
         "losses.md": loss_table(_read(results, "gpu_losses")),
         "evaluation.md": evaluation_table(_read(results, "evaluation")),
+        "evaluation.svg": evaluation_chart(_read(results, "evaluation")),
         "memory.md": memory_table(gpu),
         "memory.svg": memory_chart(gpu),
     }
@@ -304,6 +305,15 @@ def evaluation_table(runs: Any) -> str:
     return table(["", "requests", "ingot, s", "`hf` model, s", "ratio"], rows) + (
         f"\nAccuracies are {'equal' if same else 'not all equal'}; log-likelihoods differ by at most {differences:.1g}.\n"
     )
+
+
+def evaluation_chart(runs: Any) -> str:
+    seconds = {
+        f"{system}, {name}": run[f"{key}_seconds"]["scoring_cpu"]
+        for name, run in runs.items()
+        for system, key in (("ingot", "ingot"), ("lm-evaluation-harness", "hf"))
+    }
+    return bars(list(seconds), list(seconds.values()), "seconds of CPU time for scoring")
 
 
 # --- checkpoints and recovery

@@ -117,9 +117,12 @@ def _own_folder() -> Iterator[Path]:
         with contextlib.suppress(OSError), (path / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name, open(f"{name}/{LOCK}", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(name)
+    while True:
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name, open(f"{name}/{LOCK}", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.exists(lock.name):  # otherwise a launcher that started now took it for a leftover
+                yield Path(name)
+                return
 
 
 def _start(
