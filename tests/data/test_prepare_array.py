@@ -15,6 +15,7 @@ from ingot.data.prepare.worker import TokenizeWorker
 from ingot.data.sources import pieces as sources
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import DataError
+from ingot.plurals import count_of
 
 SHARES = 3
 
@@ -102,7 +103,7 @@ def test_a_share_that_was_killed_continues_when_it_is_run_again(
     said: list[str] = []
     for turn in range(SHARES):
         run(corpus, out, tokenizer, share=(turn, SHARES), show=said.append)
-    assert f"continuing: {len(done)} pieces are already done" in said
+    assert f"continuing: {count_of(len(done), 'piece')} already done" in said
     run(corpus, out, tokenizer)
     assert content(out) == content(tmp_path / "whole")
 

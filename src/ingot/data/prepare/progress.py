@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from ingot.plurals import count_of
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -57,7 +59,7 @@ class PrepareProgress:
         self.counts: Counter[str] = Counter()
         self.began = self.last_line = time.monotonic()
         if resumed:
-            self.say(f"continuing: {resumed} pieces are already done")
+            self.say(f"continuing: {count_of(resumed, 'piece')} already done")
 
     def advance(self, counts: dict[str, int]) -> None:
         """Count encoded documents, their bytes and their units."""
