@@ -14,6 +14,8 @@ from manifests import documents, manifest_problems, pods
 from specs import LAUNCH, VALUES, put_on_path, spec
 
 from ingot.errors import ConfigError
+from ingot.launch.agent.attempt import Outcome
+from ingot.launch.agent.failure import Failure
 from ingot.launch.kubernetes.kubectl import apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
 from ingot.launch.kubernetes.pod_agent import run_pod
@@ -21,8 +23,6 @@ from ingot.launch.programs import ProgramError
 from ingot.launch.protocol import EXIT_NEW_PODS, LaunchFolder
 from ingot.launch.spec import make_spec
 from ingot.launch.supervisor import node_agent as worker
-from ingot.launch.supervisor.attempt import Outcome
-from ingot.launch.supervisor.failure import Failure
 
 GPU = {"profile": "aws-p5", "gpus_per_node": 8}
 
@@ -36,7 +36,7 @@ def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its
         assert container["resources"]["limits"] == {"vpc.amazonaws.com/efa": 32, "nvidia.com/gpu": 8}
         assert container["command"][1:5] == [
             "-m",
-            "ingot.launch.supervisor.node_agent",
+            "ingot.launch.agent.node_agent",
             "--spec",
             "/etc/ingot/spec.json",
         ]
@@ -230,7 +230,7 @@ def test_a_users_error_ends_both_pods_and_a_new_launch_starts_over(tmp_path: Pat
         started = []
         for rank in (0, 1) if rank_variable == "PET_NODE_RANK" else (1, 0):
             process = subprocess.Popen(
-                [sys.executable, "-m", "ingot.launch.supervisor.node_agent", "--spec", str(path), "--pod"],
+                [sys.executable, "-m", "ingot.launch.agent.node_agent", "--spec", str(path), "--pod"],
                 env=os.environ | {rank_variable: str(rank), "INGOT_JOB_ATTEMPT": launch, "MASTER_ADDR": "127.0.0.1",
                                   "MASTER_PORT": "61000"},
                 stderr=subprocess.PIPE, text=True,

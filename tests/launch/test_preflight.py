@@ -17,6 +17,7 @@ from specs import spec
 from test_slurm import Launched
 
 from ingot.errors import EXIT_FAULT
+from ingot.launch.agent.node_agent import NodeAgent
 from ingot.launch.preflight.diagnosis import (
     Problem,
     classify_nodes,
@@ -35,7 +36,6 @@ from ingot.launch.protocol import NODES_VARIABLE
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.failure_log import read_failures
-from ingot.launch.supervisor.node_agent import NodeAgent
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow

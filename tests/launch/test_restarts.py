@@ -73,7 +73,7 @@ def requeues(run: LaunchSpec) -> int:
 
 def attempts(run: LaunchSpec) -> int:
     path = Path(run.workdir) / "bin" / "srun.calls"
-    return path.read_text().count("ingot.launch.supervisor.node_agent") if path.exists() else 0
+    return path.read_text().count("ingot.launch.agent.node_agent") if path.exists() else 0
 
 
 def halted(run: LaunchSpec) -> str:

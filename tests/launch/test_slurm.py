@@ -124,7 +124,7 @@ def test_a_killed_node_agent_is_a_failure_and_not_a_request_to_stop(
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # a process that has just ended
             words = (path / "cmdline").read_bytes().split(b"\0")
-            if b"ingot.launch.supervisor.node_agent" in words and b"SLURMD_NODENAME=n2" in (
+            if b"ingot.launch.agent.node_agent" in words and b"SLURMD_NODENAME=n2" in (
                 path / "environ"
             ).read_bytes().split(b"\0"):
                 os.kill(int(path.name), signal.SIGKILL)

@@ -11,11 +11,11 @@ from runs import assert_as_if_nothing_happened
 from test_slurm import Launched, whole
 
 from ingot.errors import EXIT_FAULT
+from ingot.launch.agent.attempt import run_attempt
+from ingot.launch.agent.local_ranks import Node
 from ingot.launch.build_spec import strikes
 from ingot.launch.preflight.transport import TransportWatch, chosen_transport, fallback
-from ingot.launch.supervisor.attempt import run_attempt
 from ingot.launch.supervisor.failure_log import node_name, read_failures, record
-from ingot.launch.supervisor.local_ranks import Node
 from ingot.launch.supervisor.restart_policy import decide_restart
 
 __all__ = ["cluster", "whole"]

@@ -180,7 +180,7 @@ def test_torchrun_is_joined_and_restarts_a_killed_rank_from_the_last_checkpoint(
 # A process that sets its own memory limit once training runs: the next large tensor is one that the system refuses.
 LIMIT = """
 import os, resource, sys, threading, time
-ENTRY = "ingot.launch.supervisor.rank_main"
+ENTRY = "ingot.launch.agent.rank_main"
 def limit():
     while not (os.path.exists(METRICS) and open(METRICS, "rb").read().count(b"\\n") >= 3):
         time.sleep(0.005)

@@ -9,7 +9,7 @@ from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
-from ingot.launch.supervisor.local_ranks import find_node
+from ingot.launch.agent.local_ranks import find_node
 from ingot.model.shapes import parameter_shapes
 from ingot.parallel.layout import Layout
 from ingot.parallel.memory_estimate import StepShape, choose_layout, estimate_memory

@@ -14,7 +14,7 @@ from ingot.cli.commands import OptionGroup, Verb
 from ingot.cli.usage_errors import usage_sentence
 from ingot.config.secrets import redact
 from ingot.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USER_ERROR, ConfigError, Interrupted, disk_error
-from ingot.launch.supervisor.failure import exit_code_of
+from ingot.launch.agent.failure import exit_code_of
 from ingot.version import __version__
 
 VERBS = {

@@ -13,7 +13,7 @@ import typer
 from ingot.cli.commands import OptionCommand
 from ingot.cli.walkthrough import as_typed, commands_of_model, run_verb, show_model
 from ingot.errors import EXIT_CONTINUE, ConfigError, DataError, IngotError, disk_error
-from ingot.launch.supervisor.local_ranks import count_gpus
+from ingot.launch.agent.local_ranks import count_gpus
 from ingot.quickstart.data_plan import plan_data
 from ingot.quickstart.model_plan import TRIAL_STEPS, Corpus, plan_model
 from ingot.report.metrics_file import read_rows

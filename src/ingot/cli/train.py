@@ -13,9 +13,9 @@ from ingot.cli.script_options import PANELS, RunArguments, ScriptSettings, scrip
 from ingot.config.recipes import check_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.launch.agent.local_ranks import count_gpus, find_node
+from ingot.launch.agent.rank_main import train_rank, use_expandable_segments
 from ingot.launch.supervisor.local import run_processes
-from ingot.launch.supervisor.local_ranks import count_gpus, find_node
-from ingot.launch.supervisor.rank_main import train_rank, use_expandable_segments
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config.recipes import check_recipe
+from ingot.launch.agent.failure import NODE_KINDS
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec, make_spec
-from ingot.launch.supervisor.failure import NODE_KINDS
 from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout

@@ -49,7 +49,7 @@ Files of a temporary folder on each node, ingot-launch-*/, which ends with the a
 lives), `beat-R` (heartbeat of rank R) and `R` (why rank R failed, JSON).
 
 Environment variables (those that ranks read are named where they are read, in `parallel`, `training/runtime` and
-`supervisor/failure.py`, which do not depend on the launcher):
+`agent/failure.py`, which do not depend on the launcher):
 
 | variable | set by | read by | meaning |
 |---|---|---|---|
@@ -95,7 +95,7 @@ from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import FINISHED, STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
-NODE_AGENT = "ingot.launch.supervisor.node_agent"
+NODE_AGENT = "ingot.launch.agent.node_agent"
 """The module that runs on each node; jobs that v0.1 queued start `ingot.launch.worker`."""
 ATTEMPT_VARIABLE, NODES_VARIABLE = "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
+from ingot.launch.agent.node_agent import read_secret
 from ingot.launch.build_spec import signal_seconds, strikes
 from ingot.launch.image import expected_sum
 from ingot.launch.job_states import is_living, job_states
@@ -14,7 +15,6 @@ from ingot.launch.slurm.commands import cancel, submit
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor.failure_log import mark_start
-from ingot.launch.supervisor.node_agent import read_secret
 from ingot.training.runtime.run_files import FINISHED
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from ingot.launch.supervisor.node_agent import main
+from ingot.launch.agent.node_agent import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ import sys
 import time
 
 FAULT = json.loads(os.environ.get("INGOT_TEST_NODE", "{}"))
-MODULES = {"agent": "ingot.launch.supervisor.node_agent", "probe": "ingot.launch.preflight.allreduce_probe"}
+MODULES = {"agent": "ingot.launch.agent.node_agent", "probe": "ingot.launch.preflight.allreduce_probe"}
 program = next((name for name, module in MODULES.items() if module in sys.orig_argv), "")
 if not program and "INGOT_FAILURE_FILE" in os.environ:
     program = "rank"

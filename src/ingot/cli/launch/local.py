@@ -9,11 +9,11 @@ import typer
 from ingot.cli.commands import OptionCommand
 from ingot.cli.launch.common import LOCAL, PANELS, Arguments, DryRun, RunOptions, make_training_spec
 from ingot.cli.options import options_from
+from ingot.launch.agent.local_ranks import Node, count_gpus
+from ingot.launch.agent.node_agent import NodeAgent
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.local import run_processes
-from ingot.launch.supervisor.local_ranks import Node, count_gpus
-from ingot.launch.supervisor.node_agent import NodeAgent
 
 app = typer.Typer(add_completion=False)
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
+from ingot.launch.agent.node_agent import NodeAgent
 from ingot.launch.protocol import ATTEMPT_VARIABLE, EXIT_NEW_PODS, LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.failure_log import mark_start, read_failures
-from ingot.launch.supervisor.node_agent import NodeAgent
 from ingot.launch.supervisor.restart_policy import NO_PROGRESS_LIMIT, decide_restart, newest_checkpoint
 from ingot.training.runtime.run_files import STOP
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ingot.launch.agent.attempt import end_with_parent
 from ingot.launch.preflight.transport import chosen_transport, log_to
-from ingot.launch.supervisor.attempt import end_with_parent
 
 CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20  # what is reduced
 REPEATS = 4

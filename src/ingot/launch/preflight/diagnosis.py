@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
-from ingot.launch.supervisor.failure import FINAL_KINDS
+from ingot.launch.agent.failure import FINAL_KINDS
 
 CLOCK_WARN, CLOCK_FAIL = 1.0, 20.0  # seconds
 SLOW = 0.9  # of the median's speed

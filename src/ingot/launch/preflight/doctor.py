@@ -7,13 +7,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ingot.launch.agent.local_ranks import count_gpus
 from ingot.launch.build_spec import with_defaults
 from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT, NODES_VARIABLE, LaunchFolder
 from ingot.launch.slurm.commands import host_names
 from ingot.launch.slurm.script import container_options, gpu_options, node_python
 from ingot.launch.spec import LaunchSpec, make_spec, read_spec
 from ingot.launch.supervisor.failure_log import node_name
-from ingot.launch.supervisor.local_ranks import count_gpus
 
 
 def check_nodes(run: Path | None, profile: str | None) -> int:

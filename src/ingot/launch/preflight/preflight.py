@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ingot.launch.agent.attempt import STOP_SIGNALS
 from ingot.launch.preflight.allreduce_probe import Probe
 from ingot.launch.preflight.diagnosis import (
     Group,
@@ -33,7 +34,6 @@ from ingot.launch.preflight.transport import fallback
 from ingot.launch.profiles import find_profile
 from ingot.launch.protocol import NODES_VARIABLE, LaunchFolder
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.attempt import STOP_SIGNALS
 from ingot.launch.supervisor.failure_log import node_name
 from ingot.plurals import count_of
 from ingot.storage.atomic import write_json

@@ -1,1 +1,1 @@
-"""Supervision of ranks: node agent, attempts, restart policy, hang diagnosis."""
+"""Supervision of a job: its records, what is decided after a failure, and runs on one machine."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, disk_error
-from ingot.launch.supervisor.attempt import Outcome, StopNow, run_attempt
+from ingot.launch.agent.attempt import Outcome, StopNow, run_attempt
+from ingot.launch.agent.local_ranks import Node
 from ingot.launch.supervisor.failure_log import mark_start, read_failures, record
-from ingot.launch.supervisor.local_ranks import Node
 from ingot.launch.supervisor.restart_policy import RestartDecision, decide_restart, newest_checkpoint
 from ingot.training.runtime.lease import clear_stop_request
 from ingot.training.runtime.run_files import LOGS, STOP

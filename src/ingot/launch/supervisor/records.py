@@ -29,7 +29,9 @@ Kind = Literal[
 FINAL_KINDS = ("user", "data", "numeric")
 """Kinds that fail again wherever they run."""
 StopReason = Literal["user", "time-limit", "signal", "wall-time"]
-Phase = Literal["staging", "hello", "preflight", "starting", "running", "stopping", "collecting", "waiting"]
+Phase = Literal[
+    "staging", "hello", "preflight", "starting", "running", "evaluating", "saving", "stopping", "collecting", "waiting"
+]
 Action = Literal["restart", "swap", "wait", "requeue", "finish", "stop", "halt"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
 from ingot.errors import EXIT_FAULT, EXIT_GIVEN_UP, EXIT_USER_ERROR
-from ingot.launch.supervisor.failure import FINAL_KINDS
+from ingot.launch.agent.failure import FINAL_KINDS
 
 NO_PROGRESS_LIMIT = 3  # attempts without a new checkpoint
 BACK_OFF_SECONDS = (0.0, 2.0, 10.0)  # before a new attempt, by attempts without progress

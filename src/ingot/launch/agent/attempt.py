@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
+from ingot.launch.agent.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, Failure, read_failure
+from ingot.launch.agent.hang_diagnosis import explain_hang
+from ingot.launch.agent.local_ranks import Node
 from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
-from ingot.launch.supervisor.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, Failure, read_failure
 from ingot.launch.supervisor.failure_log import node_name
-from ingot.launch.supervisor.hang_diagnosis import explain_hang
-from ingot.launch.supervisor.local_ranks import Node
 from ingot.parallel.rank_env import ATTEMPT, STORE_FD
 from ingot.training.runtime.hangup import ignores_hangup, leave_terminal
 from ingot.training.runtime.heartbeat import STACKS_VARIABLE, make_file, read_beat
@@ -169,7 +169,7 @@ def _start(
 
 def _entry(verb: str) -> str:
     """The module that runs a verb in a process of its own."""
-    return "ingot.launch.supervisor.rank_main" if verb == "train" else "ingot.cli.main"
+    return "ingot.launch.agent.rank_main" if verb == "train" else "ingot.cli.main"
 
 
 def _watch(

@@ -1,4 +1,4 @@
-"""What runs on each node of a job: `python -m ingot.launch.supervisor.node_agent --spec FILE`, started once per node by
+"""What runs on each node of a job: `python -m ingot.launch.agent.node_agent --spec FILE`, started once per node by
 Slurm or Kubernetes. It sets the profile's variables, checks the node, runs this node's ranks, and records why they
 ended: the first node to fail writes the attempt's result, and the others see it and end their ranks at once.
 """
@@ -17,13 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, ConfigError, DiskError, IngotError
+from ingot.launch.agent.attempt import Outcome, run_attempt
+from ingot.launch.agent.failure import OTHER_NODE_FAILED, Failure
+from ingot.launch.agent.local_ranks import Node
 from ingot.launch.profiles import find_profile
 from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_RANK_VARIABLES, NODES_VARIABLE, LaunchFolder
 from ingot.launch.spec import LaunchSpec, read_spec
-from ingot.launch.supervisor.attempt import Outcome, run_attempt
-from ingot.launch.supervisor.failure import OTHER_NODE_FAILED, Failure
 from ingot.launch.supervisor.failure_log import node_name, read_failures, record
-from ingot.launch.supervisor.local_ranks import Node
 from ingot.launch.supervisor.restart_policy import decide_restart, newest_checkpoint
 from ingot.training.runtime.run_files import FINISHED, LOGS, STOP
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ingot.errors import EXIT_FAULT
-from ingot.launch.supervisor.failure import Failure
+from ingot.launch.agent.failure import Failure
 from ingot.training.runtime.heartbeat import Beat
 
 DUMP_SECONDS = 1.0  # for ranks to write their stacks

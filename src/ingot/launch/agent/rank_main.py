@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ingot.config.run import RunConfig
 from ingot.errors import EXIT_CONTINUE
-from ingot.launch.supervisor.failure import exit_code_of
+from ingot.launch.agent.failure import exit_code_of
 from ingot.migrate import load_run_config
 from ingot.parallel.rank_env import find_rank_env
 from ingot.report.listeners import make_listeners

@@ -1,0 +1,1 @@
+"""What runs on each node of a job."""
