@@ -18,11 +18,11 @@ from conftest import TINY
 from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
+from ingot.launch.agent import hang_diagnosis, node_agent
 from ingot.launch.agent.attempt import _own_folder, run_attempt
 from ingot.launch.agent.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.protocol import ATTEMPT_VARIABLE
-from ingot.launch.supervisor import hang_diagnosis, node_agent
 from ingot.launch.supervisor.restart_policy import decide_restart
 from ingot.training.runtime.heartbeat import Beat
 

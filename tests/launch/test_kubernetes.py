@@ -14,6 +14,7 @@ from manifests import documents, manifest_problems, pods
 from specs import LAUNCH, VALUES, put_on_path, spec
 
 from ingot.errors import ConfigError
+from ingot.launch.agent import node_agent as worker
 from ingot.launch.agent.attempt import Outcome
 from ingot.launch.agent.failure import Failure
 from ingot.launch.kubernetes.kubectl import apply
@@ -22,7 +23,6 @@ from ingot.launch.kubernetes.pod_agent import run_pod
 from ingot.launch.programs import ProgramError
 from ingot.launch.protocol import EXIT_NEW_PODS, LaunchFolder
 from ingot.launch.spec import make_spec
-from ingot.launch.supervisor import node_agent as worker
 
 GPU = {"profile": "aws-p5", "gpus_per_node": 8}
 

@@ -17,6 +17,7 @@ from specs import spec
 from test_slurm import Launched
 
 from ingot.errors import EXIT_FAULT
+from ingot.launch.agent import node_agent
 from ingot.launch.agent.node_agent import NodeAgent
 from ingot.launch.preflight.diagnosis import (
     Problem,
@@ -34,7 +35,6 @@ from ingot.launch.preflight.node_checks import gpu_problem, nvlink_problem, reso
 from ingot.launch.preflight.preflight import Preflight, StopSignal
 from ingot.launch.protocol import NODES_VARIABLE
 from ingot.launch.spec import LaunchSpec, read_spec
-from ingot.launch.supervisor import node_agent
 from ingot.launch.supervisor.failure_log import read_failures
 
 __all__ = ["cluster"]

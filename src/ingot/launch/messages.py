@@ -188,7 +188,7 @@ class Answer(_Message, frozen=True, tag="answer"):
 # --- reports of an agent
 
 
-class Progress(_Message, frozen=True, tag="progress"):
+class RankProgress(_Message, frozen=True, tag="rank-progress"):
     """At most every ten seconds, and whenever the phase changes."""
 
     epoch: int
@@ -218,7 +218,7 @@ class Signalled(_Message, frozen=True, tag="signalled"):
     signal: int
 
 
-Report = Progress | Suspicion | RanksEnded | Signalled
+Report = RankProgress | Suspicion | RanksEnded | Signalled
 FromAgent = Hello | Answer | Report
 FromSupervisor = Challenge | Welcome | Refused | Request
 

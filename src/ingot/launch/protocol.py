@@ -54,6 +54,8 @@ Environment variables (those that ranks read are named where they are read, in `
 | variable | set by | read by | meaning |
 |---|---|---|---|
 | INGOT_JOB_ATTEMPT | job script, pod | node agent | the attempt; in a pod, LAUNCH.RESTART |
+| INGOT_SUPERVISOR, INGOT_JOB_START | supervisor | node agent | where the supervisor listens; which life of it |
+| INGOT_JOB_TOKEN | supervisor | node agent | proves that both belong to the job; not passed to ranks |
 | INGOT_JOB_NODES | job script | preflight | the attempt's nodes by name, separated by commas |
 | MASTER_ADDR, MASTER_PORT | job script, pod | node agent, ranks | where rank 0 listens |
 | SLURM_JOB_ID, SLURM_NODEID, SLURMD_NODENAME | Slurm | node agent | job, node rank, node name |
