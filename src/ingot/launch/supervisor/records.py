@@ -41,7 +41,7 @@ class Cause(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: Kind
     message: str
     node: str = ""
-    """The culprit; empty if it is no single node, or undecided."""
+    """The node at fault; empty if several are, none is, or it is undecided."""
     rank: int = -1
     batch: int = -1
     suspects: tuple[str, ...] = ()
