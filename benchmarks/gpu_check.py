@@ -32,7 +32,7 @@ START = time.time()
 HERE = Path(__file__).parent
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch looks once, at the first product of a process
 TESTS = ["tests/model/test_gpu_kernels.py", "tests/train/test_gpu.py"]
-TEST_PROCESSES = 8
+TEST_PROCESSES = 6  # which share the card's memory with the cases of repeatability
 EVERYWHERE = [f"model.{kind}_pdrop=0.1" for kind in ("resid", "emb", "attn")]
 PLAIN, WRAPPING = ("plain", ["cuda_graphs=false"]), ("wrapped", [WRAPPED])
 DETERMINISTIC = ("deterministic", ["cuda_graphs=false", "deterministic=true"])
@@ -43,7 +43,7 @@ FP8 = "precision=fp8"
 GRAPHS = [("one by one", ["cuda_graphs=false"]), ("graph", ["cuda_graphs=true"]), WRAPPING]
 
 SECTIONS = [
-    Section("7b", "mpt-7b", [PLAIN, WRAPPING, ("wrapped fp8", [WRAPPED, FP8])], 8, 3, LEARNED, seconds=90),
+    Section("7b", "mpt-7b", [PLAIN, WRAPPING, ("wrapped fp8", [WRAPPED, FP8])], 16, 3, LEARNED, seconds=110),
     Section("125m", "mpt-125m", [PLAIN, WRAPPING, DETERMINISTIC, DROPOUT, RESIDUAL], 128, 3, LEARNED, micro=32,
             seconds=70, decide=True),
     Section("llama-8b", "llama-8b", [PLAIN, WRAPPING], 8, 1, ["max_seq_len=2048"], seconds=30),
@@ -52,7 +52,7 @@ SECTIONS = [
     Section("llama-1b-32k", "llama-1b", [PLAIN, WRAPPING], 2, 2, ["max_seq_len=32768"], seconds=30),
     Section("llama-1b", "llama-1b", [PLAIN, WRAPPING, DETERMINISTIC], 4, 2, micro=2, seconds=50),
     Section("pythia-14m", "pythia-14m", GRAPHS, 32, 4, micro=4, seconds=35),
-    Section("7b-again", "mpt-7b", [WRAPPING, PLAIN, ("plain fp8", [FP8])], 8, 3, LEARNED, seconds=60),
+    Section("7b-again", "mpt-7b", [WRAPPING, PLAIN, ("plain fp8", [FP8])], 16, 3, LEARNED, seconds=110),
     Section("1b-two-ranks", "mpt-1b", [PLAIN, ("one of two ranks", ["parallel.shard=2"])], 32, 2, LEARNED, micro=16,
             seconds=40),
     Section("125m-small", "mpt-125m", GRAPHS, 32, 4, LEARNED, micro=4, seconds=35),
@@ -77,6 +77,7 @@ class Call:
         self.out, self.end, self.is_tiny = out, START + seconds, is_tiny
         self.rows, self.log = out / "rows.jsonl", out / "log.txt"
         self.lock = threading.Lock()
+        self.cases: list[str] = []  # of repeatability; none: all
 
     def left(self) -> float:
         return self.end - time.time()
@@ -130,7 +131,7 @@ def run_tests(call: Call, seconds: float) -> None:
 def run_repeatability(call: Call, seconds: float) -> None:
     import gpu_exactness
 
-    names = [*gpu_exactness.CASES, *gpu_exactness.AGAIN][: 2 if call.is_tiny else None]
+    names = call.cases or [*gpu_exactness.CASES, *gpu_exactness.AGAIN][: 2 if call.is_tiny else None]
     for row in gpu_exactness.all_cases(call.is_tiny, names, seconds):
         call.add({"section": "repeatable", **row})
         call.say(f"repeatable: {json.dumps({k: v for k, v in row.items() if k != 'notes'})}")
@@ -236,6 +237,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=570, help="end before so much time has passed")
     parser.add_argument("--out", type=Path, help="a folder for rows and logs, or $OUT")
     parser.add_argument("--only", nargs="+", choices=["tests", "repeatable", *(s.name for s in SECTIONS)])
+    parser.add_argument("--cases", nargs="+", default=[], help="which cases of repeatability")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--print", type=Path, dest="earlier", help="print the table of a folder of results")
     parser.add_argument("--into", type=Path, help="also put these rows in place of the `executions` of a JSON file")
@@ -248,6 +250,7 @@ def main() -> None:
         print(table(rows))
         return
     call = Call(arguments.out or Path(os.environ["OUT"]), arguments.seconds, arguments.tiny)
+    call.cases = arguments.cases
     call.out.mkdir(parents=True, exist_ok=True)
     asked = arguments.only or ["tests", "repeatable", *(s.name for s in SECTIONS)]
     together = [run for name, run in (("tests", run_tests), ("repeatable", run_repeatability)) if name in asked]

@@ -263,7 +263,8 @@ class Steps:
             torch.cuda.set_sync_debug_mode("warn")
             self.step(rows)
             torch.cuda.set_sync_debug_mode("default")
-        return [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+        waits = [w for w in caught if "called a synchronizing" in str(w.message)]  # not: this mode is a prototype
+        return [f"{Path(w.filename).name}:{w.lineno}" for w in waits]
 
     def kernels(self, rows: int) -> dict[str, Any]:
         """Milliseconds of each kernel in a step of two microbatches, and how long the device is idle within it."""

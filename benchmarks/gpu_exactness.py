@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_exactness.py [--tiny]        under three minutes on an H200; --tiny: a check on a CPU
 
-Repeatability: models of 4 layers train 20 steps twice from the same start with `deterministic=true`, and once more with
+Repeatability: models of full width, two of them with all layers, train 20 steps twice from the same start with `deterministic=true`, and once more with
 a save and a load after 10 steps; weights must be equal to the bit, also between two processes. These processes run at
 the same time. Then, alone on the card: our attention kernel against the formula on odd shapes, dropout's losses for
 several microbatch sizes, and the time of a step with and without `deterministic=true`, and with and without dropout.
@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from ingot.training.optimizer import Optimizer
 from ingot.training.step import train_step
 
 STEPS, ROWS, MICRO = 20, 4, 2
+AT_ONCE = 5  # up to 19 GiB each
 EVERYWHERE = [f"model.{kind}_pdrop=0.1" for kind in ("resid", "emb", "attn")]
 ALIBI = ["mpt-1b", "model.positions=alibi"]
 DOCUMENTS = ["model.eos_token_id=5", "model.document_mask=true"]
@@ -59,6 +61,8 @@ CASES = {
     "llama, window": ["llama-1b", "model.sliding_window=500"],
     "llama, dropout": ["llama-1b", *EVERYWHERE],
     "llama, 8192 tokens": ["llama-1b", "max_seq_len=8192"],
+    "mpt, all layers": ["mpt-1b", "model.positions=learned"],
+    "llama, all layers": ["llama-1b"],
 }
 AGAIN = ["mpt, dropout", "llama"]  # in a second process, too
 TINY = ["model.d_model=64", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_hidden_size=128",
@@ -130,9 +134,10 @@ def alone(device: torch.device) -> World:
     return join_world(RankEnv(), device, 60.0)
 
 
-def four_layers(name: str, tiny: bool) -> list[str]:
-    small = ["model.n_layers=4", "model.vocab_size=8192", "deterministic=true"]  # so that all cases fit on one card
-    return [*CASES[name], *small, *(TINY if tiny else [])]
+def arguments_of(name: str, tiny: bool) -> list[str]:
+    """A case at full width, and unless it is of all layers with four of them."""
+    small = [] if "all layers" in name else ["model.n_layers=4", "model.vocab_size=8192"]
+    return [*CASES[name], *small, "deterministic=true", *(TINY if tiny else [])]
 
 
 def repeatability(name: str, tiny: bool) -> dict[str, Any]:
@@ -140,14 +145,14 @@ def repeatability(name: str, tiny: bool) -> dict[str, Any]:
     start, ends, first = time.perf_counter(), [], None
     steps = 4 if tiny else STEPS
     for resumed in (False, False, True):
-        training = Training(four_layers(name, tiny))
+        training = Training(arguments_of(name, tiny))
         first = first or training.notes.said
         if resumed:
             training.run(range(steps // 2))
             saved = training.state()
             del training
             clean()
-            training = Training(four_layers(name, tiny))
+            training = Training(arguments_of(name, tiny))
             training.load(saved)
             losses = training.run(range(steps // 2, steps))
         else:
@@ -179,27 +184,27 @@ def clean() -> None:
 
 
 def all_cases(tiny: bool, names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Every case in a process of its own, at the same time on a GPU."""
-    started: list[tuple[str, subprocess.Popen[str]]] = []
-    for name in names:
-        command = [sys.executable, __file__, "--case", name, *(["--tiny"] if tiny else [])]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"},
-        )  # fmt: skip
-        started.append((name, process))
-        if tiny:
-            process.wait()
+    """Every case in a process of its own, on a GPU as many at the same time as fit into its memory."""
     end = time.perf_counter() + seconds
-    for name, process in started:
+
+    def run(name: str) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--case", name, *(["--tiny"] if tiny else [])]
+        more = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | more
+        )
+        said = ""
         try:
             said, _ = process.communicate(timeout=max(1.0, end - time.perf_counter()))
-            yield json.loads(said.strip().splitlines()[-1])
+            return json.loads(said.strip().splitlines()[-1])
         except subprocess.TimeoutExpired:
             process.kill()
-            yield {"case": name, "error": "out of time"}
+            return {"case": name, "error": "out of time"}
         except (ValueError, IndexError):
-            yield {"case": name, "error": said.strip()[-1500:]}
+            return {"case": name, "error": said.strip()[-1500:]}
+
+    with ThreadPoolExecutor(1 if tiny else AT_ONCE) as pool:
+        yield from pool.map(run, names)
 
 
 def attention_parity(tiny: bool) -> list[dict[str, Any]]:
@@ -245,7 +250,7 @@ def dropout_losses(tiny: bool) -> list[dict[str, Any]]:
     """The loss and the gradient norm of a step with dropout everywhere, for several microbatch sizes."""
     rows = []
     for micro in (4, 2, 1):
-        training = Training([*four_layers("mpt, dropout", tiny), "compile=false", "deterministic=false"], micro)
+        training = Training([*arguments_of("mpt, dropout", tiny), "compile=false", "deterministic=false"], micro)
         losses = training.run(range(3))
         rows.append({"microbatch": micro, "losses": losses, "attention": training.notes.said[0]})
         del training
