@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_exactness.py [--tiny]        under three minutes on an H200; --tiny: a check on a CPU
 
-Repeatability: models of full width, two of them with all layers, train 20 steps twice from the same start with `deterministic=true`, and once more with
-a save and a load after 10 steps; weights must be equal to the bit, also between two processes. These processes run at
-the same time. Then, alone on the card: our attention kernel against the formula on odd shapes, dropout's losses for
-several microbatch sizes, and the time of a step with and without `deterministic=true`, and with and without dropout.
+Repeatability: models of full width, most of them of 4 layers, train 20 steps twice from the same start with
+`deterministic=true`, and once more with a save and a load after 10 steps; weights must be equal to the bit, also
+between two processes. Some of these processes run at the same time. Then, alone on the card: our attention kernel
+against the formula on odd shapes, dropout's losses for several microbatch sizes, and the time of a step with and
+without `deterministic=true`, and with and without dropout.
 
 No data and no network: tokens are random. A section that fails is reported and the next one runs. With `$OUT` set, all
 results are written to `$OUT/gpu_exactness.json`.
