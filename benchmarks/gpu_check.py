@@ -1,10 +1,10 @@
 """Everything that only a GPU can show, in one call of ten minutes: tests, exactness, speed, memory, decisions.
 
     python benchmarks/gpu_check.py --seconds 570 --out FOLDER      all of it, the most valuable first
-    python benchmarks/gpu_check.py --only 7b 125m --out FOLDER     some sections
+    python benchmarks/gpu_check.py --only 7b 125m --out FOLDER     some sections, in this order
     python benchmarks/gpu_check.py --tiny --out FOLDER             tiny models on a CPU: checks this script
-    python benchmarks/gpu_check.py --print FOLDER                  the table of a call before
-    python benchmarks/gpu_check.py --print FOLDER --into benchmarks/results/gpu.json
+    python benchmarks/gpu_check.py --print FOLDER [FOLDER ...]     the table of calls before
+    python benchmarks/gpu_check.py --print FOLDER [FOLDER ...] --into benchmarks/results/gpu.json
 
 Tests and repeatability run first and at the same time, since no time is measured there; then each section has the card
 to itself, in a process of its own that may fail alone. Rows are in `FOLDER/rows.jsonl` as soon as they are known, what
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,10 +27,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from gpu_table import keep, merge, read_rows, table
 from gpu_variants import WRAPPED, Section
 
 START = time.time()
 HERE = Path(__file__).parent
+COMMAND = shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]])
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch looks once, at the first product of a process
 TESTS = ["tests/model/test_gpu_kernels.py", "tests/train/test_gpu.py"]
 TEST_PROCESSES = 6  # which share the card's memory with the cases of repeatability
@@ -43,7 +46,8 @@ FP8 = "precision=fp8"
 GRAPHS = [("one by one", ["cuda_graphs=false"]), ("graph", ["cuda_graphs=true"]), WRAPPING]
 
 SECTIONS = [
-    Section("7b", "mpt-7b", [PLAIN, WRAPPING, ("wrapped fp8", [WRAPPED, FP8])], 16, 3, LEARNED, seconds=110),
+    Section("7b", "mpt-7b", [PLAIN, WRAPPING, ("wrapped fp8", [WRAPPED, FP8]), ("plain fp8", [FP8])], 16, 3, LEARNED,
+            seconds=130),
     Section("125m", "mpt-125m", [PLAIN, WRAPPING, DETERMINISTIC, DROPOUT, RESIDUAL], 128, 3, LEARNED, micro=32,
             seconds=70, decide=True),
     Section("llama-8b", "llama-8b", [PLAIN, WRAPPING], 8, 1, ["max_seq_len=2048"], seconds=30),
@@ -52,7 +56,7 @@ SECTIONS = [
     Section("llama-1b-32k", "llama-1b", [PLAIN, WRAPPING], 2, 2, ["max_seq_len=32768"], seconds=30),
     Section("llama-1b", "llama-1b", [PLAIN, WRAPPING, DETERMINISTIC], 4, 2, micro=2, seconds=50),
     Section("pythia-14m", "pythia-14m", GRAPHS, 32, 4, micro=4, seconds=35),
-    Section("7b-again", "mpt-7b", [WRAPPING, PLAIN, ("plain fp8", [FP8])], 16, 3, LEARNED, seconds=110),
+    Section("7b-again", "mpt-7b", [WRAPPING, PLAIN], 16, 3, LEARNED, seconds=70),
     Section("1b-two-ranks", "mpt-1b", [PLAIN, ("one of two ranks", ["parallel.shard=2"])], 32, 2, LEARNED, micro=16,
             seconds=40),
     Section("125m-small", "mpt-125m", GRAPHS, 32, 4, LEARNED, micro=4, seconds=35),
@@ -89,6 +93,7 @@ class Call:
             file.write(line + "\n")
 
     def add(self, row: dict[str, Any]) -> None:
+        row = row | {"at": round(time.time()), "command": COMMAND}
         with self.lock, self.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -147,7 +152,7 @@ class Waiting:
                   "TRITON_CACHE_DIR": str(folder / section.name / "triton")}  # fmt: skip
         command = [sys.executable, str(HERE / "gpu_variants.py"), json.dumps(asdict(shown)), str(call.rows), "--wait"]
         with call.log.open("a") as file:
-            own = {"PYTHONUNBUFFERED": "1", "BENCHMARK_START": str(time.time())}
+            own = {"PYTHONUNBUFFERED": "1", "BENCHMARK_START": str(time.time()), "BENCHMARK_COMMAND": COMMAND}
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | caches | CUBLAS | own, text=True,
@@ -177,47 +182,6 @@ class Waiting:
         self.process.wait()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """What a reader wants first, in few lines."""
-    lines = [f"{'section':14} {'variant':24} {'tok/s':>8} {'ratio':>6} {'causal':>6} {'GiB':>7} {'micro':>5} recompute"]
-    for row in rows:
-        if row["section"] == "tests":
-            lines.append(f"tests: {row['PASSED']} passed, {row['SKIPPED']} skipped, failed: {row['failed']}")
-        elif row["section"] == "repeatable":
-            said = f"equal {row['equal']}, resumed {row['equal_resumed']}" if "equal" in row else row["error"][-150:]
-            lines.append(f"repeatable     {row.get('case'):24} {said}")
-        elif "error" in row:
-            lines.append(f"{row['section']:14} {row['variant']:24} {row['error'][:150]}")
-        else:
-            first = row.get("seconds_to_first_step")
-            lines.append(
-                f"{row['section']:14} {row['variant']:24} {row['tokens_per_second']:8,} {row.get('ratio', ''):>6} "
-                f"{row['causal_rate']:6.3f} {row['memory_gib']:7.2f} {row['microbatch']:5} "
-                f"{row['recompute'] or 'nothing'}; waits {len(row['host_syncs'])}"
-                + (f"; first step {first} s" if first else "")
-            )
-    return "\n".join([*lines, *conclusions(rows)])
-
-
-def conclusions(rows: list[dict[str, Any]]) -> list[str]:
-    """Ratios between sections whose variants were alone on the card."""
-    speeds: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        if "tokens_per_second" in row and "base" not in row:
-            key = row["section"].removesuffix("-again"), row["variant"]
-            speeds.setdefault(key, []).append(row["tokens_per_second"])
-    mean = {key: sum(found) / len(found) for key, found in speeds.items()}
-    pairs = [("7b", "wrapped", "plain"), ("7b", "wrapped fp8", "wrapped"), ("7b", "plain fp8", "plain"),
-             ("llama-8b", "wrapped", "plain"), ("llama-1b-32k", "wrapped", "plain")]  # fmt: skip
-    return [f"{size}: {a} is {mean[size, a] / mean[size, b]:.3f} of {b}"
-            for size, a, b in pairs if (size, a) in mean and (size, b) in mean]  # fmt: skip
-
-
-def short(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what only helps to find out why it is so."""
-    return {key: value for key, value in row.items() if key not in ("notes", "losses", "host_syncs", "digest")}
-
-
 def card() -> str:
     """The card and its driver, as nvidia-smi has them."""
     fields = "name,driver_version,memory.total,power.limit,temperature.gpu"
@@ -228,10 +192,6 @@ def card() -> str:
         return "no nvidia-smi"
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=570, help="end before so much time has passed")
@@ -239,14 +199,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=["tests", "repeatable", *(s.name for s in SECTIONS)])
     parser.add_argument("--cases", nargs="+", default=[], help="which cases of repeatability")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
-    parser.add_argument("--print", type=Path, dest="earlier", help="print the table of a folder of results")
-    parser.add_argument("--into", type=Path, help="also put these rows in place of the `executions` of a JSON file")
+    parser.add_argument("--print", type=Path, nargs="+", dest="earlier", help="print the table of folders of results")
+    parser.add_argument("--into", type=Path, help="also put these rows among the `executions` of a JSON file")
     arguments = parser.parse_args()
     if arguments.earlier:
-        rows = read_rows(arguments.earlier)
+        rows = merge(read_rows(*arguments.earlier))
         if arguments.into:
-            found = json.loads(arguments.into.read_text()) | {"executions": [short(row) for row in rows]}
-            arguments.into.write_text(json.dumps(found, indent=1) + "\n")
+            keep(rows, arguments.into)
         print(table(rows))
         return
     call = Call(arguments.out or Path(os.environ["OUT"]), arguments.seconds, arguments.tiny)
@@ -256,7 +215,8 @@ def main() -> None:
     together = [run for name, run in (("tests", run_tests), ("repeatable", run_repeatability)) if name in asked]
     with tempfile.TemporaryDirectory() as folder:
         call.say(card())
-        waiting = [section for section in SECTIONS if section.name in asked]
+        known = {section.name: section for section in SECTIONS}
+        waiting = [known[name] for name in asked if name in known]
         following = Waiting(call, waiting[0], Path(folder)) if waiting else None
         threads = [threading.Thread(target=run, args=(call, min(150.0, call.left() - 20))) for run in together]
         for thread in threads:

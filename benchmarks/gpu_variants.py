@@ -49,6 +49,7 @@ from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.stop import start_compilers
 
 WRAPPED = "parallel.shard=1"
+DEVICE = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 GIB = 2**30
 
 
@@ -220,6 +221,7 @@ class Report:
             traceback.print_exception(error)
 
     def write(self, row: dict[str, Any]) -> None:
+        row = row | {"at": round(time.time()), "command": os.environ.get("BENCHMARK_COMMAND", ""), "device": DEVICE}
         with self.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         short = {key: value for key, value in row.items() if key not in ("notes", "losses")}

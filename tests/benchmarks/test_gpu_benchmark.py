@@ -157,7 +157,7 @@ def test_the_check_of_a_card_runs_through_on_a_cpu_and_its_rows_become_results(t
     """With one section whose variants are timed in turn, one of them a rank of two, and one whose variants are alone."""
     command = [sys.executable, "benchmarks/gpu_check.py"]
     check = partial(subprocess.run, capture_output=True, text=True, timeout=300, cwd=ROOT, check=True)
-    check([*command, "--tiny", "--out", tmp_path, "--only", "repeatable", "1b-two-ranks", "llama-8b"])
+    check([*command, "--tiny", "--out", tmp_path, "--only", "repeatable", "llama-8b", "1b-two-ranks"])
     results = tmp_path / "gpu.json"
     results.write_text('{"rows": []}')
     printed = check([*command, "--print", tmp_path, "--into", results]).stdout
