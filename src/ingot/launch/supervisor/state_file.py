@@ -1,0 +1,167 @@
+"""`launch/state.jsonl`: appended to by one process at a time, read by anybody.
+
+A record is on disk (fsync) before its writer acts on it. The writer notices when somebody else has appended: a
+supervisor on a node that was cut off must not go on writing after its successor has started. When the disk is full, a
+reserve of 1 MiB is released, so that what matters most, why the run ended, can still be written; what cannot be written
+stays in memory and is tried again with the next record.
+"""
+
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ingot.errors import IngotError
+from ingot.launch.supervisor.records import Launched, Record
+
+STATE, RESERVE, EPOCHS = "state.jsonl", "reserve", "epochs"
+RESERVE_BYTES = 1 << 20
+MAX_BYTES = 64 << 20  # a launch writes some kilobytes
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+class StateError(IngotError):
+    """The state file is not ours, or is damaged."""
+
+
+class Superseded(IngotError):
+    """Another process writes the state file now."""
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def read_state(path: Path) -> list[Any]:
+    """All records, over all launches; none if there is no file. What comes after the last newline was never complete:
+    its writer was killed before it could act on it."""
+    return _parse(path, _content(path))
+
+
+def current_launch(records: Sequence[Any]) -> list[Any]:
+    """The records of the last launch."""
+    starts = [number for number, record in enumerate(records) if isinstance(record, Launched)]
+    return list(records[starts[-1] :]) if starts else list(records)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise _foreign(path, f"it has {size} bytes, and no state file has more than {MAX_BYTES}")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror or error}; see whether its disk is there") from None
+
+
+def _parse(path: Path, content: bytes) -> list[Any]:
+    records = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            records.append(_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _foreign(path, f"line {number} is not a record of the launcher ({error})") from None
+    return records
+
+
+def _foreign(path: Path, why: str) -> StateError:
+    return StateError(f"{path} is damaged, or something else has written it: {why}; move it away, and "
+                      f"`ingot launch resume {path.parent.parent}` continues from the last checkpoint")  # fmt: skip
+
+
+class StateFile:
+    """The writer."""
+
+    def __init__(self, folder: Path):
+        """Read what is there. The folder is that of the launcher, RUN/launch."""
+        self.folder, self.path = folder, folder / STATE
+        content = _content(self.path)
+        self.records: list[Any] = _parse(self.path, content)
+        self._size = content.rfind(b"\n") + 1
+        self._torn = len(content) - self._size
+        self._unwritten: list[bytes] = []
+
+    def append(self, record: Any) -> bool:
+        """Add a record; returns whether it, and all before it, are on disk. Raises `Superseded` if somebody else has
+        written since."""
+        self.records.append(record)
+        self._unwritten.append(msgspec.json.encode(record) + b"\n")
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Write what could not be written before; returns whether all is on disk."""
+        if not self._unwritten:
+            return True
+        try:
+            self._write(b"".join(self._unwritten))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._release_reserve():
+                return False
+            try:
+                self._write(b"".join(self._unwritten))
+            except OSError:
+                return False
+        self._unwritten.clear()
+        self._fill_reserve()
+        return True
+
+    def claim_epoch(self, at_least: int) -> int:
+        """A number that no other attempt of this run has or will have. On a full disk, the file that proves it is left
+        out."""
+        epoch = at_least
+        while True:
+            try:
+                (self.folder / EPOCHS).mkdir(parents=True, exist_ok=True)
+                os.close(os.open(self.folder / EPOCHS / str(epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640))
+                return epoch
+            except FileExistsError:
+                epoch += 1
+            except OSError:
+                return epoch
+
+    def _write(self, data: bytes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o640)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != self._size + self._torn:
+                raise Superseded(f"{self.path}: another supervisor has written since; this one ends")
+            if self._torn:  # half a record of a writer that was killed
+                os.ftruncate(descriptor, self._size)
+                self._torn = 0
+            try:
+                written = os.pwrite(descriptor, data, self._size)
+                if written < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(descriptor)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, self._size)
+                self._torn = max(0, os.fstat(descriptor).st_size - self._size)
+                raise
+            self._size += len(data)
+        finally:
+            os.close(descriptor)
+
+    def _release_reserve(self) -> bool:
+        with suppress(OSError):
+            (self.folder / RESERVE).unlink()
+            return True
+        return False
+
+    def _fill_reserve(self) -> None:
+        path = self.folder / RESERVE
+        if path.exists():
+            return
+        try:
+            path.write_bytes(bytes(RESERVE_BYTES))
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
