@@ -13,7 +13,7 @@ from conftest import TINY
 from terminal import COLOR, Terminal
 
 from ingot.checkpoint.manifest import steps_in
-from ingot.launch.status import read_status
+from ingot.launch.monitor.status import read_status
 
 ENDLESS = [*TINY, "max_duration=100000ba", "scheduler.name=constant_with_warmup"]
 SLOW = [*ENDLESS, "global_train_batch_size=40000"]  # a step takes a minute

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from specs import put_on_path
 
-from ingot.launch.job_states import is_living
 from ingot.launch.kubernetes.kubectl import state_of
+from ingot.launch.monitor.job_states import JobState, is_living, job_states
+from ingot.launch.monitor.status import Status, _pieces, read_status
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import read_spec
-from ingot.launch.status import Status, _pieces
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
 
 # answers `get` with the file `object`, keeps what is applied in `applied`
@@ -54,7 +54,9 @@ def test_a_run_on_kubernetes_has_a_status_is_ended_and_launched_again(
     (job,) = LaunchFolder(run).jobs()
     assert job.back_end == "kubernetes/team/jobset"
     assert "state: not running" in ingot("status", str(run)).stdout  # the cluster does not know it
-    (tmp_path / "object").write_text(json.dumps({"status": {"replicatedJobsStatus": [{"active": 1}]}}))
+    (tmp_path / "object").write_text(
+        json.dumps({"metadata": {"name": job.id}, "status": {"replicatedJobsStatus": [{"active": 1}]}})
+    )
     for name in (str(run), job.id):
         said = ingot("status", name).stdout
         assert "state: starting" in said and f"job {job.id}: RUNNING" in said
@@ -168,6 +170,8 @@ def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
     assert refused.returncode == 2 and "cannot tell whether a job" in refused.stderr
     assert not calls["sbatch"].exists() and not calls["scancel"].exists()
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue", "print('JOBID|STATE|COMMAND|REASON')")
+    assert "state: stopped by the file STOP" in ingot("status", str(run)).stdout
     forgotten = "sys.exit('slurm_load_jobs error: Invalid job id specified')"
     put_on_path(monkeypatch, tmp_path / "bin", "squeue", forgotten)
     assert "state: stopped by the file STOP" in ingot("status", str(run)).stdout
@@ -182,12 +186,98 @@ def test_a_job_that_has_not_ended_for_good_keeps_the_run_folder(
     run = tmp_path / "run"
     (run / "launch").mkdir(parents=True)
     LaunchFolder(run).add_job("slurm", "42")
-    put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42 {state}')")
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42|{state}')")
     calls = put_on_path(monkeypatch, tmp_path / "bin", "sbatch", "print(43)")
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
-    assert refused.returncode == 2 and f"already has a job: 42 is {state}" in refused.stderr
+    assert refused.returncode == 2 and f"already has a job: 42: {state}" in refused.stderr
     assert not calls.exists()
     assert "state: queued" in ingot("status", str(run)).stdout
+
+
+# as squeue shows jobs 41 to 43, of which 41 was put back and held while 42 and 43 ran
+HELD = """
+import re
+print("JOBID|STATE|COMMAND|REASON")
+for job in re.findall(r"\\d+", next(a for a in sys.argv if a.startswith("--jobs"))):
+    if job in ("41", "42"):
+        state, reason = ("SPECIAL_EXIT", "job requeued in held state") if job == "41" else ("COMPLETED", "None")
+        print(f"{{job}}|{{state}}|{script}|{{reason}}")
+"""
+
+
+def test_an_earlier_job_that_is_held_keeps_the_run_folder_and_its_reason_is_shown(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot: Callable[..., Any]
+) -> None:
+    run = tmp_path / "run"
+    (run / "launch").mkdir(parents=True)
+    for job in ("41", "42"):
+        LaunchFolder(run).add_job("slurm", job)
+    squeue = put_on_path(monkeypatch, tmp_path / "bin", "squeue", HELD.format(script=f"{run}/launch/job.sh"))
+    calls = {name: put_on_path(monkeypatch, tmp_path / "bin", name) for name in ("sbatch", "scancel")}
+    said = ingot("status", str(run)).stdout
+    assert "state: queued" in said and "job 42: COMPLETED" in said
+    assert (
+        "job 41: SPECIAL_EXIT (job requeued in held state: it was put back and is held: `scontrol release 41`" in said
+    )
+    assert len(squeue.read_text().splitlines()) == 1  # one question for all jobs
+    for command in (["launch", "slurm", *tiny, "--profile", "cpu"], ["launch", "local", *tiny, "--profile", "cpu"]):
+        refused = ingot(*command, check=False)
+        assert refused.returncode == 2 and "already has a job: 41: SPECIAL_EXIT (job requeued" in refused.stderr
+    assert not calls["sbatch"].exists() and len(LaunchFolder(run).jobs()) == 2
+    ingot("stop", "--now", str(run))
+    assert calls["scancel"].read_text() == '["41"]\n'
+
+
+def test_a_number_that_another_cluster_has_given_out_again_is_not_a_job_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot: Callable[..., Any]
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        (folder / "launch").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(run)
+    LaunchFolder(run).add_job("slurm", "42")
+    for script, shown in {other / "launch" / "job.sh": False, other / "launch" / "mine.sh": False,
+                          tmp_path / "link" / "launch" / "job.sh": True, run / "launch" / "job.sh": True,
+                          tmp_path / "moved" / "launch" / "job.sh": True}.items():  # fmt: skip
+        put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42|RUNNING|{script}|None')")
+        assert ("job 42: RUNNING" in ingot("status", str(run)).stdout) == shown, script
+
+
+def test_a_machine_without_slurm_leaves_the_state_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LaunchFolder(tmp_path).path.mkdir()
+    LaunchFolder(tmp_path).add_job("slurm", "42")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert read_status(tmp_path).state.startswith("unknown")
+
+
+def test_a_process_with_the_number_of_an_ended_launcher_is_not_that_launcher(tmp_path: Path) -> None:
+    launch = LaunchFolder(tmp_path)
+    launch.path.mkdir()
+    words = ["-c", "import time; time.sleep(60)", "launch", "resume"]
+    process = subprocess.Popen([sys.executable, *words])
+    try:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.01)  # the new program is being loaded
+        launch.add_job("local", str(process.pid))
+        assert job_states(tmp_path) == [JobState(str(process.pid), "RUNNING")]
+        jobs = launch.path / "jobs.jsonl"
+        jobs.write_text(jobs.read_text().replace('"time": "20', '"time": "19'))  # a hundred years before
+        assert job_states(tmp_path) == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_objects_of_several_launches_are_asked_about_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LaunchFolder(tmp_path).path.mkdir()
+    for name in ("old", "new"):
+        LaunchFolder(tmp_path).add_job("kubernetes/team/jobset", name)
+    items = [
+        {"metadata": {"name": name}, "status": {"replicatedJobsStatus": [{"active": 1}]}} for name in ("old", "new")
+    ]
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "kubectl", f"print({json.dumps({'items': items})!r})")
+    assert job_states(tmp_path) == [JobState("old", "RUNNING"), JobState("new", "RUNNING")]
+    assert called(calls)[2:6] == ["get", "jobset", "old", "new"]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import pytest
 from specs import put_on_path, spec
 
 from ingot.launch.agent import node_agent
+from ingot.launch.monitor.status import read_status
 from ingot.launch.preflight import preflight
 from ingot.launch.preflight.diagnosis import PreflightResult, Problem
 from ingot.launch.preflight.preflight import Preflight
 from ingot.launch.protocol import ATTEMPT_VARIABLE, LaunchFolder
 from ingot.launch.slurm.script import MAX_REQUEUES, render_scripts
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.status import read_status
 from ingot.launch.submit import submit_to_slurm
 from ingot.launch.supervisor.failure_log import read_failures
 from ingot.launch.supervisor.restart_policy import decide_restart

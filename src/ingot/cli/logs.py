@@ -7,8 +7,8 @@ import typer
 
 from ingot.cli.commands import OptionCommand
 from ingot.cli.status import Run
-from ingot.launch.logs import error_lines, log_files, new_lines
-from ingot.launch.status import find_run, read_status
+from ingot.launch.monitor.logs import error_lines, log_files, new_lines
+from ingot.launch.monitor.status import find_run, read_status
 
 ASK_SECONDS = 5.0  # between questions to the cluster, so as not to burden it
 app = typer.Typer(add_completion=False)

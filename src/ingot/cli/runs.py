@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ingot.cli.commands import OptionCommand
-from ingot.launch.status import read_status
+from ingot.launch.monitor.status import read_status
 from ingot.report.terminal.run_table import find_run_folders, run_line, table_of
 
 app = typer.Typer(add_completion=False)

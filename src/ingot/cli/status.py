@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ingot.cli.commands import OptionCommand
-from ingot.launch.status import find_run, read_status
+from ingot.launch.monitor.status import find_run, read_status
 
 Run = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="Run folder, or id of a job launched from here.")]
 app = typer.Typer(add_completion=False)

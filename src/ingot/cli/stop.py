@@ -6,8 +6,8 @@ import typer
 
 from ingot.cli.commands import OptionCommand
 from ingot.cli.status import Run
-from ingot.launch.job_states import stop_run
-from ingot.launch.status import find_run
+from ingot.launch.monitor.job_states import stop_run
+from ingot.launch.monitor.status import find_run
 
 app = typer.Typer(add_completion=False)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ingot.cli.commands import OptionCommand
 from ingot.cli.status import Run
-from ingot.launch.status import find_run, read_status
+from ingot.launch.monitor.status import find_run, read_status
 from ingot.report.terminal.curve import draw_curve
 from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import METRICS

@@ -1,5 +1,6 @@
 """Submitting a run to its back end, for the first time or again."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,8 +9,8 @@ from ingot.errors import ConfigError, IngotError
 from ingot.launch.agent.node_agent import read_secret
 from ingot.launch.build_spec import signal_seconds, strikes
 from ingot.launch.image import expected_sum
-from ingot.launch.job_states import is_living, job_states
 from ingot.launch.kubernetes import kubectl, objects
+from ingot.launch.monitor.job_states import job_states
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.commands import cancel, submit
 from ingot.launch.slurm.script import render_scripts
@@ -66,6 +67,14 @@ def submit_to_kubernetes(spec: LaunchSpec, kind: objects.Kind, files: Mapping[st
     return name, said
 
 
+def register_local(spec: LaunchSpec) -> None:
+    """Note that this process runs a run here; refused while a job of it is queued or running."""
+    launch = LaunchFolder(Path(spec.run_folder))
+    with _only_job(launch):
+        spec.write()
+        launch.add_job("local", str(os.getpid()))
+
+
 @contextmanager
 def _only_job(launch: LaunchFolder) -> Iterator[None]:
     """Refuse a second job of a run; of two launchers at the same moment, the second finds the job of the first."""
@@ -73,9 +82,10 @@ def _only_job(launch: LaunchFolder) -> Iterator[None]:
     with launch.lock():
         states = job_states(run)
         if states is None:
-            raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; try later")
-        if living := [f"{job} is {state}" for job, state in states.items() if is_living(state)]:
-            raise ConfigError(f"{run} already has a job: {living[0]}; stop it first with `ingot stop {run}`")
+            gone = f"if its cluster is gone, remove it from {launch.path}/jobs.jsonl"
+            raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; {gone}")
+        if living := [str(job) for job in states if job.is_living]:
+            raise ConfigError(f"{run} already has a job: {living[0]}; end it first with `ingot stop --now {run}`")
         yield
 
 

@@ -11,8 +11,8 @@ from ingot.cli.launch.common import LOCAL, PANELS, Arguments, DryRun, RunOptions
 from ingot.cli.options import options_from
 from ingot.launch.agent.local_ranks import Node, count_gpus
 from ingot.launch.agent.node_agent import NodeAgent
-from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
+from ingot.launch.submit import register_local
 from ingot.launch.supervisor.local import run_processes
 
 app = typer.Typer(add_completion=False)
@@ -39,9 +39,8 @@ def run_here(spec: LaunchSpec, dry_run: bool) -> None:
     if dry_run:
         print(spec.model_dump_json(indent=1))
         return
-    spec.write()
+    register_local(spec)
     run = Path(spec.run_folder)
-    LaunchFolder(run).add_job("local", str(os.getpid()))
     env = {**os.environ, **NodeAgent(spec, os.environ).variables()}
     os.chdir(spec.workdir)  # `resume` may be run from another folder
     node = Node(spec.processes, spec.processes)

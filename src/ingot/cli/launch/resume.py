@@ -9,8 +9,8 @@ from ingot.cli.launch.common import DryRun
 from ingot.cli.launch.local import run_here
 from ingot.cli.launch.slurm import submit
 from ingot.launch.kubernetes.objects import find_kind, new_launch_id, render
+from ingot.launch.monitor.status import find_run
 from ingot.launch.protocol import LaunchFolder
-from ingot.launch.status import find_run
 from ingot.launch.submit import spec_to_resume, submit_to_kubernetes
 
 app = typer.Typer(add_completion=False)

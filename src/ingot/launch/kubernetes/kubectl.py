@@ -13,10 +13,14 @@ def apply(manifest: str) -> str:
     return _kubectl(["apply", "-f", "-"], manifest)
 
 
-def object_state(namespace: str, kind: str, name: str) -> str:
-    """The state of a run's object in Slurm's words; empty if the cluster does not know the object."""
-    found = _kubectl(["--namespace", namespace, "get", kind, name, "--ignore-not-found", "--output=json"])
-    return state_of(json.loads(found).get("status", {})) if found else ""
+def object_states(namespace: str, kind: str, names: Sequence[str]) -> dict[str, str]:
+    """The states of objects in Slurm's words, without those that the cluster does not know."""
+    found = _kubectl(["--namespace", namespace, "get", kind, *names, "--ignore-not-found", "--output=json"])
+    if not found:
+        return {}
+    answer = json.loads(found)
+    objects = answer.get("items", [answer])  # a list, if several were asked for
+    return {each["metadata"]["name"]: state_of(each.get("status", {})) for each in objects}
 
 
 def state_of(status: Mapping[str, Any]) -> str:

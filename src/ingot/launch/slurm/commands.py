@@ -1,10 +1,10 @@
-"""Talking to Slurm: sbatch, squeue, scancel, scontrol."""
+"""Talking to Slurm: sbatch, scancel, scontrol; squeue is in queue.py."""
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ingot.launch.programs import ProgramError, output_of
+from ingot.launch.programs import output_of
 from ingot.launch.protocol import folder_of_output
 
 
@@ -15,16 +15,6 @@ def submit(script: Path, options: Sequence[str], env: Mapping[str, str]) -> str:
         own = {name: value for name, value in own.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     command = ["sbatch", "--parsable", *options, str(script)]
     return output_of(command, env={**own, **env}, hint=f"the script is {script}").partition(";")[0]
-
-
-def job_states(job: str) -> dict[str, str] | None:
-    """Ids and states of a job and its array elements; empty if Slurm no longer knows the job, None if Slurm cannot be
-    reached or prints nothing at all."""
-    try:
-        found = output_of(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
-    except ProgramError as error:
-        return {} if "Invalid job id" in str(error) else None
-    return dict(line.split()[:2] for line in found.splitlines() if line.strip()) or None
 
 
 def cancel(job: str) -> None:

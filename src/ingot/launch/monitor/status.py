@@ -14,7 +14,7 @@ from typing import Any
 from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
 from ingot.launch.build_spec import MAX_STRIKES, strikes
-from ingot.launch.job_states import is_living, job_states, launched_verb
+from ingot.launch.monitor.job_states import JobState, job_states, launched_verb
 from ingot.launch.protocol import LAUNCH, LaunchFolder
 from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
@@ -44,6 +44,9 @@ class Status:
     """Starts of its ranks, by whichever part of the restart policy."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, str] = field(default_factory=dict)
+    """States of the jobs of the last launch, and of earlier ones that still live."""
+    waits_for: dict[str, str] = field(default_factory=dict)
+    """Why living jobs do not run, in the words of Slurm."""
     strikes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -63,7 +66,8 @@ class Status:
             out.append(f"{self.pieces:,} pieces of the input are done")
         if self.verb != "prepare":
             out.append(f"last checkpoint: batch {self.checkpoint}" if self.checkpoint else "no checkpoint yet")
-        out += [f"job {job}: {state}" for job, state in self.jobs.items()]
+        for job, state in self.jobs.items():
+            out.append(f"job {job}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else ""))
         out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
         for failure in self.failures[-5:]:
             where = "attempt {attempt}, rank {rank} on {host}, batch {batch}".format(**failure)
@@ -104,7 +108,9 @@ def read_status(run: Path) -> Status:
     return Status(
         state=state, stopped=_stopped(run) if state == "not running" else "", verb=verb,
         pieces=_pieces(run) if verb == "prepare" else 0,
-        checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=read_all_failures(run), jobs=states or {},
+        checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=read_all_failures(run),
+        jobs={job.id: job.state for job in states or ()},
+        waits_for={job.id: job.reason for job in states or () if job.is_living and job.reason},
         strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),
     )  # fmt: skip
 
@@ -147,10 +153,10 @@ def _state_by_folder(run: Path) -> str:
     return "" if reason is None else f"halted: {reason or 'see the failures'}"
 
 
-def _state_by_jobs(run: Path, verb: str, states: dict[str, str] | None) -> str:
+def _state_by_jobs(run: Path, verb: str, states: list[JobState] | None) -> str:
     if states is None:
         return "unknown: the cluster does not answer"
-    if living := [state for state in states.values() if is_living(state)]:
+    if living := [job.state for job in states if job.is_living]:
         return ("starting" if verb == "train" else "running") if "RUNNING" in living else "queued"
     if (run / STOP).exists():
         return "stopped by the file STOP"

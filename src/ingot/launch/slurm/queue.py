@@ -1,0 +1,80 @@
+"""What Slurm says about jobs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ingot.errors import IngotError
+from ingot.launch.programs import output_of
+
+_FIELDS = {"JOBID": "%i", "STATE": "%T", "COMMAND": "%o", "REASON": "%r"}
+
+MEANINGS = {
+    "JobHeldUser": "its user holds it: `scontrol release {id}` lets it start",
+    "JobHeldAdmin": "an administrator holds it, who alone can release it",
+    "job requeued in held state": "it was put back and is held: `scontrol release {id}` lets it start",
+    "launch failed requeued held": "a node could not start it: `scontrol release {id}` lets it try again",
+    "BeginTime": "Slurm waits about two minutes before it starts a requeued job again",
+    "Cleaning": "its nodes are being cleaned up",
+    "Priority": "other jobs come first",
+    "Resources": "it waits for free nodes",
+    "Dependency": "it waits for another job",
+    "JobArrayTaskLimit": "it waits for the job of the chain before it",
+    "BadConstraints": "no node has what it asks for",
+    "PartitionTimeLimit": "its --time is more than the partition allows",
+    "PartitionNodeLimit": "the partition has too few nodes for it",
+    "PartitionDown": "the partition is down",
+    "Reservation": "it waits for its reservation",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+}  # fmt: skip
+"""Slurm's reasons, in words."""
+
+
+class QueuedJob(NamedTuple):
+    """A job, or an element of an array, as Slurm shows it."""
+
+    id: str
+    state: str
+    command: str = ""
+    """The script."""
+    reason: str = ""
+    """Why it does not run; empty if there is no reason."""
+
+
+def queued_jobs(jobs: Sequence[str]) -> list[QueuedJob] | None:
+    """The jobs, with array elements one by one; without those that Slurm has forgotten. None if Slurm cannot be
+    reached, is not on this machine, or prints nothing at all."""
+    options = [f"--jobs={','.join(jobs)}", f"--format={'|'.join(_FIELDS.values())}"]
+    try:
+        found = output_of(["squeue", "--array", "--states=all", *options]).splitlines()
+    except IngotError as error:  # of several forgotten jobs, it prints the header only
+        return [] if "Invalid job id" in str(error) else None
+    if not any(line.strip() for line in found):
+        return None
+    return [_parse(line) for line in found if line.strip() and not line.startswith(next(iter(_FIELDS)))]
+
+
+def explain(job: QueuedJob) -> str:
+    """Slurm's reason, with its meaning where that is known; empty if there is none."""
+    name = next((name for name in MEANINGS if job.reason.startswith(name)), None)
+    return f"{job.reason}: {MEANINGS[name].format(id=job.id)}" if name else job.reason
+
+
+def belongs_to(job: QueuedJob, launch: Path) -> bool:
+    """Whether a job runs a script of this folder. A cluster that was set up again starts with the same numbers, so a
+    job may be somebody else's. A script that cannot be seen from here counts as this folder's."""
+    script = Path(job.command)
+    if not job.command.startswith("/") or script.parent == launch:
+        return True
+    if script.name not in ("job.sh", "array.sh", "last.sh") or script.parent.name != launch.name:
+        return False
+    try:
+        return script.parent.samefile(launch)
+    except OSError:
+        return True
+
+
+def _parse(line: str) -> QueuedJob:
+    id, state, *rest = line.strip().split("|", len(_FIELDS) - 1)
+    command, reason = (*rest, "", "")[:2]
+    return QueuedJob(id, state, command, "" if reason in ("None", "(null)") else reason)
