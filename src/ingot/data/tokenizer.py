@@ -103,17 +103,17 @@ class Tokenizer:
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a folder with tokenizer.json, such a file, a vocab.json next to its merges.txt, or a Hugging Face hub id."""
-    place = Path(path)
-    if place.is_dir():
-        if (place / "tokenizer.json").is_file():
-            return _from_json_file(place / "tokenizer.json")
-        if (place / "vocab.json").is_file() and (place / "merges.txt").is_file():
-            return load_gpt2_tokenizer(place / "vocab.json", place / "merges.txt")
-        raise DataError(f"{place}: no tokenizer.json in this folder, nor vocab.json with merges.txt")
-    if place.is_file():
-        if place.name.endswith("vocab.json"):
-            return load_gpt2_tokenizer(place, place.with_name(place.name.replace("vocab.json", "merges.txt")))
-        return _from_json_file(place)
+    location = Path(path)
+    if location.is_dir():
+        if (location / "tokenizer.json").is_file():
+            return _from_json_file(location / "tokenizer.json")
+        if (location / "vocab.json").is_file() and (location / "merges.txt").is_file():
+            return load_gpt2_tokenizer(location / "vocab.json", location / "merges.txt")
+        raise DataError(f"{location}: no tokenizer.json in this folder, nor vocab.json with merges.txt")
+    if location.is_file():
+        if location.name.endswith("vocab.json"):
+            return load_gpt2_tokenizer(location, location.with_name(location.name.replace("vocab.json", "merges.txt")))
+        return _from_json_file(location)
     return _from_hub(str(path))
 
 

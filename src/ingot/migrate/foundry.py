@@ -331,8 +331,8 @@ def native_override(override: str) -> list[str]:
     """An override in LLM Foundry's keys as overrides of a native recipe: what the tables say without arithmetic."""
     key, _, value = override.partition("=")
     if where := re.fullmatch(r"(?:variables\.)?data_(local|remote)", key):
-        place = "path" if where[1] == "local" else "remote"
-        return [f"data.{part}.{place}={value}" for part in ("train", "eval")] + [
+        field = "path" if where[1] == "local" else "remote"
+        return [f"data.{part}.{field}={value}" for part in ("train", "eval")] + [
             *("data.train.split=train", "data.eval.split=val", "data.eval.shuffle=false")
         ]
     if loader := re.fullmatch(

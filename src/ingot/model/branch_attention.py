@@ -51,9 +51,9 @@ class TokenRows:
 
     def take(self, columns: Tensor) -> tuple["TokenRows", Tensor]:
         """Some columns [T'] of all rows, and which scored tokens [P] are predicted there."""
-        place = torch.full((self.tokens.shape[1],), -1, device=columns.device)
-        place[columns] = torch.arange(len(columns), device=columns.device)
-        column = place[self.column]
+        index_of = torch.full((self.tokens.shape[1],), -1, device=columns.device)
+        index_of[columns] = torch.arange(len(columns), device=columns.device)
+        column = index_of[self.column]
         kept = column >= 0
         parts = [x[:, columns] for x in (self.tokens, self.question, self.branch, self.position)]
         scored = [self.line[kept], column[kept], self.targets[kept]]
@@ -69,7 +69,7 @@ class BranchAttention(SdpaAttention):
         self.question = self.branch = self.position = torch.empty(0)
         self.columns: Tensor | None = None
 
-    def place(self, question: Tensor, branch: Tensor, position: Tensor, columns: Tensor | None = None) -> None:
+    def set_rows(self, question: Tensor, branch: Tensor, position: Tensor, columns: Tensor | None = None) -> None:
         """Say where the tokens of the next pass are; with a cache, all tokens so far. `columns` [T] are those of the
         queries, where they are not the last ones."""
         self.question, self.branch, self.position, self.columns = question, branch, position, columns

@@ -70,7 +70,7 @@ class StoreCoordinator(Coordinator):
     last_save_seconds = 30.0  # the others may have failed, and a save needs them all
 
     def __init__(self, world: World, topic: str = "checkpoint"):
-        self.rank, self.world_size, self._world = world.place.rank, world.place.world, world
+        self.rank, self.world_size, self._world = world.rank_env.rank, world.rank_env.world, world
         self._round = 0
         # its own connection: waiting on the shared one would block the other threads of this process
         self._store: Any = dist.PrefixStore(f"ingot/{topic}", world.store.clone())  # type: ignore[attr-defined]  # not in torch's stubs

@@ -25,7 +25,7 @@ class RankEnv:
 
 
 def find_rank_env(env: Mapping[str, str] = os.environ) -> RankEnv:
-    """The place of this process; alone in its world if nothing says otherwise."""
+    """The rank of this process; alone in its world if nothing says otherwise."""
     if "RANK" in env and "WORLD_SIZE" in env:
         names = {"rank": "RANK", "world": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_world": "LOCAL_WORLD_SIZE"}
         address = env.get("MASTER_ADDR", "127.0.0.1")
@@ -42,10 +42,10 @@ def find_rank_env(env: Mapping[str, str] = os.environ) -> RankEnv:
     port = _integer(env, "MASTER_PORT") if "MASTER_PORT" in env else DEFAULT_PORT
     if "SLURM_JOB_ID" in env and "MASTER_PORT" not in env:
         port = 20000 + _integer(env, "SLURM_JOB_ID") % 10000
-    place = RankEnv(**number, address=address, port=port)
-    if not 0 <= place.rank < place.world:
-        raise ConfigError(f"{names['rank']}={place.rank} is out of range for {names['world']}={place.world}")
-    return place
+    found = RankEnv(**number, address=address, port=port)
+    if not 0 <= found.rank < found.world:
+        raise ConfigError(f"{names['rank']}={found.rank} is out of range for {names['world']}={found.world}")
+    return found
 
 
 def first_host(nodes: str) -> str:

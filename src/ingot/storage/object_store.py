@@ -208,7 +208,7 @@ def _open_store(url: str) -> Any:
     from obstore.store import from_url
 
     names = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
-    plain = any(place.startswith("http://") for place in (url, *(os.environ.get(name, "") for name in names)))
+    plain = any(endpoint.startswith("http://") for endpoint in (url, *(os.environ.get(name, "") for name in names)))
     try:
         return from_url(
             url,

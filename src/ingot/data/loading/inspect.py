@@ -107,21 +107,21 @@ def findings(path: str, split: str | None, local: Path | None, verify: bool) -> 
 
 def _describe(path: str, split: str | None, local: Path | None, verify: bool) -> Iterator[Finding]:
     if "://" in path:
-        kind, place, _ = fetch_index(path, _cache(local), split, None)
+        kind, location, _ = fetch_index(path, _cache(local), split, None)
         verify = False  # the loader verifies each shard as it arrives
     else:
-        kind, place = locate(Path(path), split)
-    meta_path = place / "meta.json" if kind == "mds" else Path(f"{place}.meta.json")
+        kind, location = locate(Path(path), split)
+    meta_path = location / "meta.json" if kind == "mds" else Path(f"{location}.meta.json")
     if kind == "mds":
-        yield from _describe_mds(place, verify)
+        yield from _describe_mds(location, verify)
     else:
-        index = IndexFile(Path(f"{place}.idx"))
-        binary = Path(f"{place}.bin")
+        index = IndexFile(Path(f"{location}.idx"))
+        binary = Path(f"{location}.bin")
         expected = index.tokens * index.dtype.itemsize
         if "://" not in path and binary.stat().st_size != expected:
             raise DataError(f"{binary} has {binary.stat().st_size:,} bytes, not {expected:,}; copy it again")
-        facts: dict[str, Any] = {"folder": str(place), "format": "indexed", "token_type": index.dtype.name}
-        yield f"{place}: Megatron's .bin/.idx, {index.dtype.name} tokens", facts
+        facts: dict[str, Any] = {"folder": str(location), "format": "indexed", "token_type": index.dtype.name}
+        yield f"{location}: Megatron's .bin/.idx, {index.dtype.name} tokens", facts
         count = len(index.documents) - 1
         facts = {"documents": count, "tokens": index.tokens, "bytes": expected, "verified": True}
         yield f"{count_of(count, 'document')}, {index.tokens:,} tokens, {expected:,} bytes; sizes match", facts
@@ -134,11 +134,11 @@ def _describe(path: str, split: str | None, local: Path | None, verify: bool) ->
     facts = {"documents": meta["documents"], "text_bytes": meta["bytes"], "tokens": meta["tokens"]}
     line = f"{about}{documents}, {about}{meta['bytes']:,} bytes of text, {meta['tokens']:,} tokens"
     yield line, facts | {"is_estimate": bool(about)}
-    if folder := tokenizer_folder(place, *place.parents[:2]):
+    if folder := tokenizer_folder(location, *location.parents[:2]):
         tokenizer = load_tokenizer(folder)
         made_with = meta.get("prepare", {}).get("tokenizer")
         if meta["max_token"] >= tokenizer.vocab_size or (made_with and made_with != tokenizer.fingerprint()):
-            raise DataError(f"{folder} is not the tokenizer that made {place}; put the right one there")
+            raise DataError(f"{folder} is not the tokenizer that made {location}; put the right one there")
         facts = {"tokenizer": str(folder), "vocab_size": tokenizer.vocab_size}
         yield f"tokenizer: {tokenizer.vocab_size:,} tokens, matches the data", facts
 

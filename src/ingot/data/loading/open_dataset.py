@@ -32,26 +32,26 @@ def open_dataset(
 ) -> Dataset:
     """The data that a source names: one dataset in either format, or a mixture. Positions after `no_loss_after_token`
     have no label."""
-    places: Mapping[str, DatasetConfig] = source.mix or {"": source}
+    configs: Mapping[str, DatasetConfig] = source.mix or {"": source}
     samples = SampleSpec(seq_len, vocab_size, no_loss_after_token)
-    datasets = {name: _open_place(place, samples) for name, place in places.items()}
+    datasets = {name: _open_one(config, samples) for name, config in configs.items()}
     if not source.mix:
         return datasets[""]
-    weights = {name: place.weight for name, place in source.mix.items() if place.weight is not None}
+    weights = {name: config.weight for name, config in source.mix.items() if config.weight is not None}
     return Mixture(datasets, weights, source.mix_order)
 
 
-def _open_place(place: DatasetConfig, samples: SampleSpec) -> TokenDataset:
-    path = Path(place.path)
-    if place.remote is not None:
-        kind, path, cache = fetch_index(place.remote, path, place.split, place.cache_limit)
+def _open_one(config: DatasetConfig, samples: SampleSpec) -> TokenDataset:
+    path = Path(config.path)
+    if config.remote is not None:
+        kind, path, cache = fetch_index(config.remote, path, config.split, config.cache_limit)
     else:
-        (kind, path), cache = locate(path, place.split), None
+        (kind, path), cache = locate(path, config.split), None
     if kind == "indexed":
-        return _open_indexed(path, place, cache, samples)
-    if place.documents is not None:
+        return _open_indexed(path, config, cache, samples)
+    if config.documents is not None:
         raise DataError(f"{path} is MDS, which does not store document boundaries; documents.split needs .bin and .idx")
-    return _open_mds(path, place, cache, samples)
+    return _open_mds(path, config, cache, samples)
 
 
 def fetch_index(remote: str, path: Path, split: str | None, limit: int | None) -> tuple[str, Path, ShardCache]:
@@ -136,8 +136,8 @@ def _store_small_file(cache: ShardCache, name: str, content: bytes | None) -> No
 def _fetch_tokenizer(cache: ShardCache, url: str) -> None:
     """Fetch the tokenizer, which is next to the splits or inside them."""
     above = _parent(url)
-    for place in (url, above[0]) if above else (url,):
-        store = Remote(f"{place}/tokenizer")
+    for folder in (url, above[0]) if above else (url,):
+        store = Remote(f"{folder}/tokenizer")
         if (content := _read_optional(store, "tokenizer.json")[0]) is not None:
             _store_small_file(cache, "tokenizer/tokenizer.json", content)
             config, _ = _read_optional(store, "tokenizer_config.json")
@@ -146,7 +146,7 @@ def _fetch_tokenizer(cache: ShardCache, url: str) -> None:
 
 
 def locate(path: Path, split: str | None) -> tuple[str, Path]:
-    """The format and place of local data: ("mds", folder) or ("indexed", prefix)."""
+    """The format and path of local data: ("mds", folder) or ("indexed", prefix)."""
     base = path / split if split else path
     if base.suffix in (".bin", ".idx"):
         base = base.with_suffix("")
@@ -192,10 +192,10 @@ def _not_prepared_error(path: Path, split: str | None) -> DataError:
 def check_local(source: SourceConfig, vocab_size: int) -> None:
     """Refuse data that is missing, not prepared, without tokens or of a larger vocabulary, from small files alone and
     without fetching anything."""
-    places: Mapping[str, DatasetConfig] = source.mix or {"": source}
-    for place in places.values():
-        if place.remote is None:
-            kind, path = locate(Path(place.path), place.split)
+    configs: Mapping[str, DatasetConfig] = source.mix or {"": source}
+    for config in configs.values():
+        if config.remote is None:
+            kind, path = locate(Path(config.path), config.split)
             if kind == "mds":
                 read_index(path / "index.json")
             meta = read_meta(path / "meta.json" if kind == "mds" else Path(f"{path}.meta.json"))
@@ -207,13 +207,13 @@ def split_folders(path: Path) -> set[str]:
     return {p.parent.name for p in (*path.glob("*/index.json"), *path.glob("*/*.idx"))}
 
 
-def _open_mds(folder: Path, place: DatasetConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
+def _open_mds(folder: Path, config: DatasetConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
     infos = read_index(folder / "index.json")
     meta = read_meta(folder / "meta.json")
-    raw_type = place.token_encoding_type
+    raw_type = config.token_encoding_type
     if cache is None and any(info.packed and not (folder / info.raw.basename).exists() for info in infos):
         # Compressed shards are decompressed in their own folder.
-        cache = ShardCache(folder, Remote(str(folder)), place.cache_limit)
+        cache = ShardCache(folder, Remote(str(folder)), config.cache_limit)
     if cache is not None:
         _check_limit(cache, max((info.raw.bytes for info in infos), default=0))
 
@@ -242,7 +242,7 @@ def _open_mds(folder: Path, place: DatasetConfig, cache: ShardCache | None, samp
                 cache.close()
             raise
     return TokenDataset(
-        "MDS", place.remote or str(folder), [info.raw.basename for info in infos], tokens, open_shard, samples,
+        "MDS", config.remote or str(folder), [info.raw.basename for info in infos], tokens, open_shard, samples,
         dtype=token_dtype(infos, raw_type),
         identity=[[s.raw.basename, s.raw.bytes, s.raw.hashes, t] for s, t in zip(infos, tokens, strict=True)],
         block_tokens=sum(tokens) // max(1, len(tokens)),
@@ -252,7 +252,7 @@ def _open_mds(folder: Path, place: DatasetConfig, cache: ShardCache | None, samp
     )  # fmt: skip
 
 
-def _open_indexed(prefix: Path, place: DatasetConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
+def _open_indexed(prefix: Path, config: DatasetConfig, cache: ShardCache | None, samples: SampleSpec) -> TokenDataset:
     index = IndexFile(Path(f"{prefix}.idx"))
     bin_path = Path(f"{prefix}.bin")
     found = (cache.remote.size(bin_path.name) or 0) if cache else bin_path.stat().st_size
@@ -262,7 +262,7 @@ def _open_indexed(prefix: Path, place: DatasetConfig, cache: ShardCache | None, 
     if cache is not None:
         _check_limit(cache, min(CHUNK_BYTES, expected))
     span, where = (0, index.tokens), f"{cache.remote.url}/{prefix.name}" if cache else str(prefix)
-    if (part := place.documents) is not None:
+    if (part := config.documents) is not None:
         edges = split_edges(part.split, len(index.lengths), part.rule)
         low, high = edges[PARTS.index(part.part) :][:2]
         if high <= low:
@@ -282,7 +282,7 @@ def _open_indexed(prefix: Path, place: DatasetConfig, cache: ShardCache | None, 
     return TokenDataset(
         "indexed", where, [bin_path.name] * len(sizes), sizes, open_shard, samples,
         dtype=index.dtype,
-        identity=[prefix.name, index.tokens, index.digest(), *([span] if place.documents else [])],
+        identity=[prefix.name, index.tokens, index.digest(), *([span] if config.documents else [])],
         block_tokens=min(chunk, index.tokens),
         span=span,
         meta=read_meta(Path(f"{prefix}.meta.json")),
@@ -313,6 +313,6 @@ def read_meta(path: Path) -> Meta:
         raise DataError(f"{path} cannot be read ({error}); delete it to have the shards counted") from None
 
 
-def tokenizer_folder(*places: Path) -> Path | None:
-    """The tokenizer folder in the first of these places that has one."""
-    return next((p / "tokenizer" for p in places if (p / "tokenizer" / "tokenizer.json").is_file()), None)
+def tokenizer_folder(*parents: Path) -> Path | None:
+    """The tokenizer folder in the first of these folders that has one."""
+    return next((p / "tokenizer" for p in parents if (p / "tokenizer" / "tokenizer.json").is_file()), None)

@@ -38,22 +38,22 @@ class Order:
     def take(self, positions: np.ndarray) -> np.ndarray:
         """Positions of any shape -> sample ids of the same shape, int64."""
         positions = np.asarray(positions, np.int64)
-        epoch, place = np.divmod(positions, self.n)
+        epoch, index = np.divmod(positions, self.n)
         if not self.shuffle:
-            return place
-        window = self._window_of(place)
+            return index
+        window = self._window_of(index)
         first, size = self._window_span(window)  # first block, samples
         key = self._key(epoch)
         window_key = mix(key + window.astype(U64) + U64(1))
-        inside = permute(place - first * self.block, size, window_key)
+        inside = permute(index - first * self.block, size, window_key)
         slot, offset = np.divmod(inside, self.block)
         return self._block_at(first + slot, key) * self.block + offset
 
     def window_at(self, position: int) -> tuple[list[tuple[int, int]], int]:
         """The sample ids (first, last + 1) of each block in the window of a position, and the position where the window
         ends: what to fetch ahead."""
-        epoch, place = divmod(position, self.n)
-        first, size = (int(x[0]) for x in self._window_span(self._window_of(np.array([place]))))
+        epoch, index = divmod(position, self.n)
+        first, size = (int(x[0]) for x in self._window_span(self._window_of(np.array([index]))))
         blocks = np.arange(first, first + math.ceil(size / self.block), dtype=np.int64)
         if self.shuffle:
             blocks = self._block_at(blocks, self._key(np.array([epoch])))
@@ -70,10 +70,10 @@ class Order:
         whole = np.minimum(slot, self.blocks - 1)
         return np.where(slot < self.blocks, permute(whole, np.array(self.blocks), mix(key)), self.blocks)
 
-    def _window_of(self, place: np.ndarray) -> np.ndarray:
+    def _window_of(self, index: np.ndarray) -> np.ndarray:
         if self.blocks == 0:
-            return np.zeros_like(place)
-        block = np.minimum(place // self.block, self.blocks - 1)
+            return np.zeros_like(index)
+        block = np.minimum(index // self.block, self.blocks - 1)
         return ((block + 1) * self.windows - 1) // self.blocks
 
     def _window_span(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

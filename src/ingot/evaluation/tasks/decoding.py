@@ -61,7 +61,7 @@ def _continue_batch(model: GPT, prompts: list[list[int]], decoding: Decoding, pr
     question = torch.where(columns < padding, PADDING, 0)
     attention = model.attention_op
     assert isinstance(attention, BranchAttention)
-    attention.place(question, torch.zeros_like(question), position)
+    attention.set_rows(question, torch.zeros_like(question), position)
     dtype = compute_dtype(precision) if precision != "fp32" else next(model.parameters()).dtype
     cache = KVCache(model.config, count, length + most, device, dtype)
     written: list[list[int]] = [[] for _ in prompts]

@@ -21,10 +21,10 @@ def check_gauntlet(
     known = {(task.label, shots) for task in tasks for shots in task.num_fewshot}
     problems = []
     for number, category in enumerate(gauntlet.categories):
-        for place, benchmark in enumerate(category.benchmarks):
+        for index, benchmark in enumerate(category.benchmarks):
             if (benchmark.name, benchmark.num_fewshot) in known:
                 continue
-            where = origins.of(f"categories.{number}.benchmarks.{place}.name") or "eval.gauntlet"
+            where = origins.of(f"categories.{number}.benchmarks.{index}.name") or "eval.gauntlet"
             others = sorted(f"{shots}-shot" for label, shots in known if label == benchmark.name)
             what = f"with {', '.join(others)} only" if others else "not"
             problems.append(

@@ -131,11 +131,11 @@ def _fill(units: Sequence[Unit], shapes: RowShapes) -> list[tuple[int, list[Unit
     full: list[tuple[int, list[Unit]]] = []
     rooms: list[tuple[int, int]] = []  # (index in `full`, tokens left) of rows that may still be filled
     for unit in units:
-        place = next((i for i, (_, left) in enumerate(rooms) if left >= unit.tokens), None)
-        if place is not None:
-            index, left = rooms[place]
+        fitting = next((i for i, (_, left) in enumerate(rooms) if left >= unit.tokens), None)
+        if fitting is not None:
+            index, left = rooms[fitting]
             full[index][1].append(unit)
-            rooms[place] = (index, left - unit.tokens)
+            rooms[fitting] = (index, left - unit.tokens)
             continue
         length = shapes.length(max(unit.tokens, _SHORTEST), shared=True)
         full.append((length, [unit]))

@@ -119,7 +119,7 @@ class Scorer:
         attention: AbstractContextManager = nullcontext()
         if rows.has_branches:
             op = BranchAttention(self.model.config)
-            op.place(rows.question, rows.branch, rows.position)
+            op.set_rows(rows.question, rows.branch, rows.position)
             attention = attending_by(self.model, op)
         with attention, autocast(self.precision, self.device):
             return self.model.token_scores(rows)

@@ -107,8 +107,8 @@ def tasks_from_yaml(path: Path, records: Path | None = None) -> list[TaskConfig]
 
 
 def _existing(name: str, folder: Path | None) -> Path | None:
-    places = [folder / name] if folder and not is_url(name) else []
-    return next((place for place in (*places, Path(name)) if place.exists()), None)
+    paths = [folder / name] if folder and not is_url(name) else []
+    return next((path for path in (*paths, Path(name)) if path.exists()), None)
 
 
 def _find(uri: str, folder: Path | None, where: str) -> str:

@@ -182,7 +182,7 @@ class Expander(ABC):
         return found
 
     def _defaulted(self, value: Value | None, part: Part, state: State) -> Fragments | None:
-        """What `${NAME:-default}` and its kin become; None for the value itself."""
+        """What `${NAME:-default}` and its like become; None for the value itself."""
         empty = part.op.startswith(":")
         if value is None:
             if part.op[-1] not in "-=":

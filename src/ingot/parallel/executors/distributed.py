@@ -57,10 +57,10 @@ class Distributed:
     enough_tokens = 8192  # more than on one process, if each microbatch gathers the weights again
 
     def __init__(self, model: ParallelModel, config: RunConfig, world: World):
-        self.config, self.world, self.rank_env = config, world, world.place
+        self.config, self.world, self.rank_env = config, world, world.rank_env
         self.mesh, self.roots, self.pipeline, self._stages = model.mesh, model.roots, model.pipeline, model.stages
         self.device, self.layout, self.data_rank = self.mesh.device, self.mesh.layout, self.mesh.data_rank
-        self.coordinator: Coordinator = StoreCoordinator(world) if world.place.world > 1 else LocalCoordinator()
+        self.coordinator: Coordinator = StoreCoordinator(world) if world.rank_env.world > 1 else LocalCoordinator()
         self.microbatch = 1
         self.min_microbatches = 2 * self.layout.pipeline if self.pipeline is not None else 1
         self.recompute_kinds = recompute_kinds(config, self.layout)
@@ -175,10 +175,10 @@ class Distributed:
         first = heads * self.mesh.tensor_rank
         op = BranchAttention(self.config.model, slice(first, first + heads))
         if self.mesh.context is None:
-            op.place(rows.question, rows.branch, rows.position)
+            op.set_rows(rows.question, rows.branch, rows.position)
             return op
         cut = SequenceCut(self.mesh, rows.tokens.shape[1])
-        op.place(rows.question, rows.branch, rows.position, cut.positions)
+        op.set_rows(rows.question, rows.branch, rows.position, cut.positions)
         return GatheredBranchAttention(op, cut)
 
     # --- reductions

@@ -173,7 +173,7 @@ class SingleProcess:
         op = gpt.attention_op
         if rows.has_branches:
             op = BranchAttention(gpt.config)
-            op.place(rows.question, rows.branch, rows.position)
+            op.set_rows(rows.question, rows.branch, rows.position)
         with attending_by(gpt, op), uncompiled(gpt), autocast(self.config.precision, self.device):
             return self.model.token_scores(rows)
 
