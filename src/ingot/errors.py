@@ -56,12 +56,17 @@ class DiskError(IngotError):
     """A file could not be written."""
 
     exit_code = EXIT_FAULT
+    number: int = 0
+    """The system's error number."""
+    path: str = ""
 
 
 def disk_error(action: str, path: object, error: OSError) -> DiskError:
     """The error for a failed write."""
     advice = _DISK_ADVICE.get(error.errno or 0, "free some space or choose another folder")
-    return DiskError(f"cannot {action} {path}: {error.strerror or error}; {advice}")
+    found = DiskError(f"cannot {action} {path}: {error.strerror or error}; {advice}")
+    found.number, found.path = error.errno or 0, str(path)
+    return found
 
 
 _DISK_ADVICE = {

@@ -9,7 +9,7 @@ import pytest
 from runs import Run, assert_as_if_nothing_happened, ranks, whole
 
 from ingot.config.secrets import redact
-from ingot.launch.agent.attempt import TEMPORARY
+from ingot.launch.agent.rank_group import TEMPORARY
 
 __all__ = ["ranks", "whole"]
 

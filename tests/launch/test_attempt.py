@@ -19,9 +19,10 @@ from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
 from ingot.launch.agent import hang_diagnosis, node_agent
-from ingot.launch.agent.attempt import _own_folder, run_attempt
+from ingot.launch.agent.attempt import run_attempt
 from ingot.launch.agent.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.agent.local_ranks import Node
+from ingot.launch.agent.rank_group import _own_folder
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor.restart_policy import decide_restart
 from ingot.training.runtime.heartbeat import Beat
@@ -116,7 +117,7 @@ def test_the_rank_that_the_others_wait_for_is_found_by_the_most_reliable_sign() 
         return f'Current thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
 
     def beat(world: int = 9, total: int = 20, batch: int = 4, at: float = 100.0) -> Beat:
-        return Beat(at, 3.0, 0.0, batch, world, total)
+        return Beat(at, 3.0, 0.0, batch, "step", world, total)
 
     stacks, beats = {rank: stack("all_reduce") for rank in range(3)}, {rank: beat() for rank in range(3)}
     cases = [

@@ -122,9 +122,15 @@ class RunConfig(Section):
     """Execution: use only deterministic kernels. auto: on a CPU, where they cost nothing."""
     max_wall_time: Duration | None = None
     """Execution: save and stop after this long, for example 23.5h; the same command continues the run."""
-    hang_timeout: float = Field(default=120.0, gt=0)
-    """Execution: the launcher considers a process hung after this many seconds without progress, or 10 of its steps if
-    that is longer; 30 times as long before the first step."""
+    hang_timeout: float = Field(default=180.0, gt=0)
+    """Execution: the launcher considers a process hung after this many seconds without a finished step, or 10 of its
+    steps if that is longer."""
+    startup_timeout: float = Field(default=600.0, gt=0)
+    """Execution: the same before the end of the second step (imports, compilation, reading a checkpoint); reading or
+    writing counts as progress."""
+    save_timeout: float = Field(default=420.0, gt=0)
+    """Execution: the same during a save, and during an evaluation for each of its batches; reading or writing a
+    checkpoint counts as progress."""
     log_interval: Duration = Duration(1, "ba")
     """Execution: how often to gather and write metrics."""
     loggers: LoggersConfig = LoggersConfig()

@@ -31,6 +31,7 @@ from ingot.training.microbatch_search import choose_microbatch, recording_oom
 from ingot.training.optimizer import Optimizer
 from ingot.training.progress import Progress
 from ingot.training.runtime.gc_control import GcControl
+from ingot.training.runtime.heartbeat import EVALUATION, SAVE
 from ingot.training.runtime.remaining_time import RemainingTime
 from ingot.training.runtime.run_files import GUARDS
 from ingot.training.runtime.run_folder import changed_keys, read_state
@@ -177,7 +178,7 @@ class Trainer:
             self.run.heartbeat.alive()
             self.listener.evaluating(what, done, total)
 
-        self.run.heartbeat.pause()
+        self.run.heartbeat.begin(EVALUATION)
         self.stop.doing = f"the evaluation after step {self.progress.batch}"
         began = time.perf_counter()
         metrics = self.evaluation.run(self.progress.batch, self.progress.is_last, report)
@@ -239,7 +240,7 @@ class Trainer:
         action, done = self.guard.handle(anomaly, progress.skipped_batches), "skipped"
         if action is Action.ROLLBACK:
             run.samples.close()
-            run.heartbeat.pause()  # reading a checkpoint may take longer than a step
+            run.heartbeat.begin(SAVE)  # reading a checkpoint may take longer than a step
             progress.batch = -1
             state = self._resume()
             if progress.batch < 0:
@@ -270,7 +271,7 @@ class Trainer:
         self.run.check()
 
     def _save(self, final: bool) -> None:
-        self.run.heartbeat.pause()
+        self.run.heartbeat.begin(SAVE)
         with self.meter.waiting("checkpoint"):
             self.checkpointer.save(self.progress.batch, self._state, final)
 

@@ -1,8 +1,11 @@
 """How a process says why it failed: one sentence on standard error, and one small file for its launcher."""
 
+import errno
 import json
 import os
+import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -10,11 +13,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.config.secrets import redact
-from ingot.errors import EXIT_FAULT, EXIT_INTERRUPTED, IngotError, Interrupted
+from ingot.errors import EXIT_FAULT, EXIT_INTERRUPTED, DiskError, IngotError, Interrupted
 
 FAILURE_VARIABLE = "INGOT_FAILURE_FILE"
 FINAL_KINDS = ("user", "data", "numeric")  # would fail again
-NODE_KINDS = ("machine", "transport", "hang")  # a node's fault
+NODE_KINDS = ("machine", "device", "transport", "hang")  # a node's fault
+# The file system of the run folder is full, read-only, over its quota, or its server is gone.
+SITE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ESTALE)
+# What CUDA and NCCL report when a GPU, its memory, its driver or a network device of this machine fails...
+DEVICE_TEXTS = re.compile(
+    r"cuda error|cuda failure|cuda driver error|uncorrectable ecc|\bxid\b|fallen off the bus|gpu is lost|nvlink error"
+    r"|ncclunhandledcudaerror|ncclsystemerror|cublas_status_(?:internal_error|execution_failed)"
+    r"|cudnn_status_(?:internal_error|execution_failed)", re.IGNORECASE,
+)  # fmt: skip
+# ... and what they report when the program is wrong, or a peer is gone.
+PROGRAM_TEXTS = re.compile(
+    r"device-side assert|illegal memory access|misaligned address|invalid (?:argument|configuration|device|resource)"
+    r"|no kernel image|out of memory|out of resources|operation not (?:permitted|supported)|unsupported"
+    r"|connection (?:closed|reset|refused|timed out)|broken pipe|remote peer|remote process", re.IGNORECASE,
+)  # fmt: skip
 # what a collective reports when its peer is gone: a consequence of the failure, not its cause
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl",
              "connection was likely closed")  # fmt: skip
@@ -27,8 +44,8 @@ class Failure:
 
     message: str
     kind: str
-    """user, data, numeric, memory, program (an unforeseen error), machine (killed, disk, network), transport (a slow
-    network in place of a fast one) or hang."""
+    """user, data, numeric, memory, program (an unforeseen error), device (a GPU or its driver), machine (killed, disk,
+    network), site (the shared file system), transport (a slow network in place of a fast one) or hang."""
     exit_code: int
     time: float
     fits: int | None = None
@@ -36,7 +53,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return self.kind != "transport" and any(
+        return self.kind not in ("transport", "device") and any(
             text in self.message.lower() for text in (*LOST_PEER, OTHER_NODE_FAILED)
         )
 
@@ -67,10 +84,24 @@ def _fail(message: str, code: int) -> int:
 def kind_of(error: BaseException | None) -> str:
     if getattr(error, "next_microbatch", None) is not None:
         return "memory"
+    if isinstance(error, DiskError) and error.number in SITE_ERRORS and not _is_local(error.path):
+        return "site"
     if isinstance(error, IngotError):
         known = {"DataError": "data", "NumericError": "numeric"}
         return known.get(type(error).__name__, "machine" if error.exit_code == EXIT_FAULT else "user")
-    return "program"
+    if isinstance(error, OSError) and error.errno in SITE_ERRORS:  # of which disk only the agent can find out
+        return "machine"
+    return "device" if is_device_error(str(error)) else "program"
+
+
+def is_device_error(message: str) -> bool:
+    """Whether a message blames a device of this machine, and neither the program nor another machine."""
+    return bool(DEVICE_TEXTS.search(message)) and not PROGRAM_TEXTS.search(message)
+
+
+def _is_local(path: str) -> bool:
+    """Whether a path is in this machine's own temporary folder."""
+    return Path(path).is_relative_to(tempfile.gettempdir())
 
 
 def record_failure(message: str, exit_code: int, error: BaseException | None) -> bool:

@@ -94,7 +94,7 @@ class NodeAgent:
             self._wait_until(self._others_failed)
         if not self._others_failed():
             self._record(outcome, newest_checkpoint(self.run_folder) > before)
-            if outcome.failure.kind == "transport":
+            if outcome.failure.kind in ("transport", "device"):
                 self.launch.exclude_nodes(self.attempt, [node_name()])
         return self._end(outcome.failure.exit_code or EXIT_FAULT, outcome.failure.message)
 

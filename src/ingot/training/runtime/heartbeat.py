@@ -1,8 +1,8 @@
 """A heartbeat that the supervisor reads without the cooperation of the process.
 
-A rank writes the time of its last progress, and how long the next may take, into a few bytes of a memory-mapped file.
-A rank that is stopped, holds the GIL or hangs in a collective stops writing, and the supervisor notices. (The timeout
-of the collective would fire after ten minutes and name no rank.)
+A rank writes the time of its last progress, what it is doing and how long the next progress may take into a few bytes
+of a memory-mapped file. A rank that is stopped, holds the GIL or hangs in a collective stops writing, and its agent
+notices. (The timeout of the collective would fire after ten minutes and name no rank.)
 
 Times are from the machine's monotonic clock, which all processes share.
 """
@@ -21,11 +21,14 @@ from pathlib import Path
 
 VARIABLE = "INGOT_HEARTBEAT_FILE"
 STACKS_VARIABLE = "INGOT_STACKS_FILE"
-START_FACTOR = 30  # times the timeout, before the first step: imports, compilation, reading a checkpoint
+START, STEP, EVALUATION, SAVE = PHASES = ("start", "step", "evaluation", "save")
+START_SECONDS = 600.0  # for imports, before a rank can say how long it may take
 SLOW_FACTOR = 10  # times the longest step so far
-FORMAT = struct.Struct("<dddqqq")  # the fields of Beat
-BEAT, COUNTS = struct.Struct("<dddq"), struct.Struct("<qq")
+WARM_UP_STEPS = 2  # that may compile, so they are part of the start
+FORMAT = struct.Struct("<dddqqqq")  # the fields of Beat, with the phase as its index
+BEAT, COUNTS = struct.Struct("<dddqq"), struct.Struct("<qq")
 COUNT_SECONDS = 0.5
+PROGRESS_BYTES = 1 << 20  # read or written: a start or a save that moves data is not hanging
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Beat:
     allowed: float  # seconds until the next
     started: float  # when the rank started
     batch: int
+    phase: str
     world_collectives: int  # collectives of all ranks that this one has joined
     collectives: int  # collectives that it has joined, over all groups
 
@@ -44,45 +48,74 @@ class Beat:
         return now - self.at - self.allowed
 
 
+@dataclass(frozen=True)
+class HangBudgets:
+    """Seconds without progress after which a rank counts as hung, by phase."""
+
+    start: float = START_SECONDS
+    step: float = 180.0
+    save: float = 420.0
+
+    def of(self, phase: str) -> float:
+        return max(self.step, {START: self.start, STEP: self.step}.get(phase, self.save))
+
+
 class Heartbeat:
     """The writing side. Does nothing unless a supervisor set INGOT_HEARTBEAT_FILE."""
 
-    def __init__(self, timeout: float):
-        self.timeout, self.longest, self.allowed = timeout, 0.0, START_FACTOR * timeout
+    def __init__(self, budgets: HangBudgets):
+        self.budgets, self.phase, self.allowed, self.longest = budgets, START, budgets.of(START), 0.0
         self.started = self.last = time.monotonic()
-        self.batch, self.steps = -1, 0
+        self.batch, self.steps, self.is_measured = -1, 0, False
         self.map: mmap.mmap | None = None
         if path := os.environ.get(VARIABLE):
             with open(path, "r+b") as file:
                 self.map = mmap.mmap(file.fileno(), FORMAT.size)
-            threading.Thread(target=self._count_collectives, name="ingot-heartbeat", daemon=True).start()
+            threading.Thread(target=self._keep_counting, name="ingot-heartbeat", daemon=True).start()
         self.alive()
 
     def step(self, batch: int) -> None:
         """A batch begins. After the first two, which may compile, the longest step limits the next."""
         now = time.monotonic()
-        if self.steps >= 2:
-            self.longest = max(self.longest, now - self.last)
-            self.allowed = max(self.timeout, SLOW_FACTOR * self.longest)
-        self.last, self.batch, self.steps = now, batch, self.steps + 1
+        if self.steps >= WARM_UP_STEPS:
+            if self.is_measured:
+                self.longest = max(self.longest, now - self.last)
+            self.phase, self.allowed = STEP, max(self.budgets.step, SLOW_FACTOR * self.longest)
+        self.last, self.batch, self.steps, self.is_measured = now, batch, self.steps + 1, True
         self.alive()
 
     def alive(self) -> None:
         """Progress other than a step: a batch of an evaluation, a part of a checkpoint."""
         if self.map is not None:
-            BEAT.pack_into(self.map, 0, time.monotonic(), self.allowed, self.started, self.batch)
+            beat = time.monotonic(), self.allowed, self.started, self.batch, PHASES.index(self.phase)
+            BEAT.pack_into(self.map, 0, *beat)
 
-    def pause(self) -> None:
-        """An evaluation or a save follows: allow it more time, and do not count it as a step."""
-        self.allowed, self.steps = START_FACTOR * self.timeout, min(self.steps, 1)
+    def begin(self, phase: str) -> None:
+        """An evaluation or a save follows: it has its own limit, and does not count as a step."""
+        self.phase, self.allowed, self.is_measured = phase, self.budgets.of(phase), False
         self.alive()
 
-    def _count_collectives(self) -> None:
-        """Keep writing how many collectives this rank has joined; once it hangs in one, it cannot be asked."""
+    def _keep_counting(self) -> None:
+        """Keep writing how many collectives this rank has joined (once it hangs in one, it cannot be asked), and beat
+        while a start or a save reads or writes."""
         assert self.map is not None
+        moved = bytes_moved()
         while True:
             time.sleep(COUNT_SECONDS)
             COUNTS.pack_into(self.map, BEAT.size, *collectives_joined())
+            if self.phase in (START, SAVE) and (now := bytes_moved()) - moved >= PROGRESS_BYTES:
+                moved = now
+                self.alive()
+
+
+def bytes_moved() -> int:
+    """Bytes that this process has read and written, files and sockets alike; 0 where the system does not say."""
+    try:
+        with open("/proc/self/io") as file:
+            fields = dict(line.split(": ") for line in file)
+    except OSError:
+        return 0
+    return sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
 
 
 def collectives_joined() -> tuple[int, int]:
@@ -101,13 +134,16 @@ def read_beat(path: Path) -> Beat | None:
     content = path.read_bytes()
     if len(content) < FORMAT.size:
         return None
-    beat = Beat(*FORMAT.unpack(content[: FORMAT.size]))
-    return beat if beat.at else None
+    at, allowed, started, batch, phase, *counts = FORMAT.unpack(content[: FORMAT.size])
+    return Beat(at, allowed, started, batch, PHASES[phase % len(PHASES)], *counts) if at else None
 
 
-def make_file(path: Path) -> None:
-    """Create a heartbeat file, before its rank starts."""
-    path.write_bytes(bytes(FORMAT.size))
+def make_file(path: Path, allowed: float | None = None) -> None:
+    """Create a heartbeat file, before its rank starts. allowed: seconds until the rank must have written to it; None
+    for a command that writes none."""
+    now = time.monotonic()
+    first = (now, allowed, now, -1, PHASES.index(START), 0, 0) if allowed is not None else None
+    path.write_bytes(FORMAT.pack(*first) if first is not None else bytes(FORMAT.size))
 
 
 def dump_stacks_on_request() -> None:

@@ -19,7 +19,8 @@ from ingot.training.runtime.run_files import CONFIG, LOGS, OURS
 # With another value of these keys it would be another run.
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
          "optimizer.name")  # fmt: skip
-EXECUTION = ("name", "max_wall_time", "hang_timeout", "save_folder", "load_path", "device",
+EXECUTION = ("name", "max_wall_time", "hang_timeout", "startup_timeout", "save_timeout", "save_folder", "load_path",
+             "device",
              "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic", "parallel",
              "log_interval", "loggers", "data.prefetch_batches", "data.train.path", "data.eval", "tokenizer",
              "save_interval", "save_num_checkpoints_to_keep", "save_keep_every", "save_weights_only",

@@ -8,7 +8,7 @@ from ingot.checkpoint.store import clear_drafts
 from ingot.config.run import RunConfig
 from ingot.data.tokenizer import Tokenizer
 from ingot.storage.atomic import write_whole
-from ingot.training.runtime.heartbeat import Heartbeat
+from ingot.training.runtime.heartbeat import HangBudgets, Heartbeat
 from ingot.training.runtime.lease import Lease
 from ingot.training.runtime.run_files import FINISHED, GUARDS, STOPPED, TOKENIZER
 from ingot.training.runtime.run_folder import check_disk_space, open_run_folder, write_config
@@ -20,7 +20,7 @@ class RunSession:
 
     def __init__(self, config: RunConfig, rank: int):
         self.config, self.folder, self.is_owner = config, Path(config.run_folder), rank == 0
-        self.heartbeat = Heartbeat(config.hang_timeout)
+        self.heartbeat = Heartbeat(HangBudgets(config.startup_timeout, config.hang_timeout, config.save_timeout))
         self.samples = SampleLog(self.folder, rank, config.loggers.samples)
         self._lease: Lease | None = None
 
