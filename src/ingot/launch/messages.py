@@ -38,6 +38,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     """An agent is ready to be used."""
 
     launch: str
+    """The run folder of its spec."""
     start: str
     node: str
     """What the cluster calls it."""
@@ -243,3 +244,14 @@ def proof(token: str, *parts: str) -> str:
     """Shows that one knows the token, without sending it. Parts cannot be moved between fields: lengths go in."""
     text = "".join(f"{len(part)}:{part}" for part in parts)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def agent_proof(token: str, challenge: str, hello: Hello) -> str:
+    """What an agent's `Hello` proves: that it knows the token, and that nobody has changed the rest."""
+    return proof(token, "agent", challenge, hello.launch, hello.start, hello.node, hello.boot_id, hello.address,
+                 hello.nonce)  # fmt: skip
+
+
+def supervisor_proof(token: str, nonce: str) -> str:
+    """What `Welcome` proves to the agent whose `Hello` had this nonce."""
+    return proof(token, "supervisor", nonce)
