@@ -1,7 +1,5 @@
-"""Where the time of a training step goes, by kind of kernel."""
+"""Where the time of a training step goes, by kind of kernel, as `ingot profile` counts it."""
 
-import json
-import re
 import shlex
 import shutil
 import statistics
@@ -15,40 +13,21 @@ from typing import Any
 
 import torch
 
-# by name, the first match counts; our Triton kernels by their whole name
-KINDS = {
-    "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
-    "attention": r"cudnn|flash|fmha|^_(forward|backward_kv|backward_q|delta|reach)$",
-    "norms, GELU, heads": r"^_(norm|gelu|join)\w*kernel$",
-    "to 8 bits": r"^_(largest|quantize)_kernel$",
-    "loss kernel": r"^_softmax$",
-    "optimizer": r"multi_tensor_apply|adam|lpnorm",
-    "element-wise": r"",
-}
+from ingot.training.profiling.trace import CATEGORIES, IDLE, Trace, time_by_category
+
+UNUSUAL = "communication"  # of one GPU with nobody
 
 
 def profile_step(step: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds of one step by kind, its idle time, and the clock and power of the device over some steps."""
+    """Milliseconds of one step by category, its idle time, and the clock and power of the device over some steps."""
     with torch.profiler.profile() as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    spent = dict.fromkeys([*KINDS, "copies"], 0.0)
-    spans = []
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            name = event["name"].lower()
-            kernel = event["cat"] == "kernel"
-            kind = next(k for k, names in KINDS.items() if re.search(names, name)) if kernel else "copies"
-            spent[kind] += event["dur"] / 1e3
-            spans.append((event["ts"], event["ts"] + event["dur"]))
-    busy, end = 0.0, 0.0
-    for first, last in sorted(spans):
-        busy, end = busy + max(0.0, last - max(first, end)), max(end, last)
-    whole = (end - min(first for first, _ in spans)) if spans else 0.0
-    found = {kind: round(ms, 1) for kind, ms in spent.items()} | {"idle": round((whole - busy) / 1e3, 1)}
+        with Trace(path) as trace:
+            spent = time_by_category(trace.events()).milliseconds
+    found = {name: round(spent.get(name, 0.0), 1) for name in [*CATEGORIES, IDLE] if name in spent or name != UNUSUAL}
     return {"milliseconds": found, **_clock_and_power(step)}
 
 

@@ -37,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import IngotError
-from ingot.launch.agent.rank_main import use_expandable_segments
+from ingot.launch.agent.rank_main import prepare_torch
 from ingot.parallel.executors import build, distributed
 from ingot.parallel.executors.device import choose_device, make_deterministic
 from ingot.parallel.layout import Layout
@@ -319,7 +319,7 @@ def host_syncs(built: Built) -> list[str]:
 
 def main() -> None:
     global START
-    use_expandable_segments()  # as `ingot train` does
+    prepare_torch()  # as `ingot train` does
     imported = round(time.time() - START, 1)
     if "--wait" in sys.argv and not sys.stdin.readline():
         return  # nobody wants it any more

@@ -21,7 +21,7 @@ def doctor(
         bool, typer.Option("--cluster", help="Check every node of this Slurm allocation, or only this node.")
     ] = False,
     profile: Annotated[
-        str | None, typer.Option(help="With --cluster: the profile of the nodes, without a run.")
+        str | None, typer.Option(help="With --cluster: the cluster profile of the nodes, without a run.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

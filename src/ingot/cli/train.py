@@ -14,7 +14,7 @@ from ingot.config.recipes import check_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.agent.local_ranks import count_gpus, find_node
-from ingot.launch.agent.rank_main import train_rank, use_expandable_segments
+from ingot.launch.agent.rank_main import prepare_torch, train_rank
 from ingot.launch.supervisor.local import run_processes
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
@@ -66,7 +66,7 @@ def train(
       ingot train mpt-125m data=./my-data max_duration=4800ba
       ingot train mpt-1b data=./my-data --nproc 8 parallel.tensor=2
     """
-    use_expandable_segments()
+    prepare_torch()
     check_recipe(arguments)
     arguments = [*arguments, *script_arguments(options)]
     config = load_run_config(arguments, dialect)

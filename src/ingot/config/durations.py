@@ -73,6 +73,49 @@ class Duration:
 
 
 @dataclass(frozen=True)
+class StepRange:
+    """Consecutive steps, written as `10-13`, or as `10` for one."""
+
+    first: int
+    last: int
+
+    MOST = 20
+    PATTERN = r"([0-9]{1,18})(?:-([0-9]{1,18}))?"
+
+    @classmethod
+    def parse(cls, text: Any) -> "StepRange":
+        if isinstance(text, StepRange):
+            return text
+        match = re.fullmatch(cls.PATTERN, str(text).strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a range of steps; write for example 10-13")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= last:
+            raise ValueError(f"{text!r} is not a range of steps: the first step is 1, and the range must not be empty")
+        if last - first >= cls.MOST:
+            raise ValueError(
+                f"{text!r} has {last - first + 1:,} steps; use at most {cls.MOST}, so that a trace stays small"
+            )
+        return cls(first, last)
+
+    def numbers(self) -> range:
+        return range(self.first, self.last + 1)
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict:
+        return {"type": ["string", "integer"], "pattern": f"^{cls.PATTERN}$", "examples": ["10-13"]}
+
+
+@dataclass(frozen=True)
 class BatchClock:
     """Converts durations to batches, for a run with known batch and dataset sizes."""
 

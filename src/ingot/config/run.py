@@ -17,7 +17,7 @@ from ingot.config.evaluation import EvalConfig, TaskConfig
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
-from ingot.config.training import GuardsConfig, LoggersConfig, OptimizerConfig, SchedulerConfig
+from ingot.config.training import GuardsConfig, LoggersConfig, OptimizerConfig, ProfilerConfig, SchedulerConfig
 from ingot.divisors import divisors
 from ingot.errors import ConfigError
 from ingot.storage.names import plain_name, plain_name_from
@@ -135,6 +135,8 @@ class RunConfig(Section):
     """Execution: how often to gather and write metrics."""
     loggers: LoggersConfig = LoggersConfig()
     """Execution: where metrics go."""
+    profiler: ProfilerConfig = ProfilerConfig()
+    """Execution: which steps to profile."""
 
     @classmethod
     def expand_shorthands(cls, values: dict[str, Any], file: Path | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How a run is trained and watched: optimizer, learning rate, guards, loggers.
+"""How a run is trained and watched: optimizer, learning rate, guards, loggers, profiler.
 
 Credentials of trackers never belong into a config: trackers take them from the environment or from their own login.
 """
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ingot.config.base import Section
-from ingot.config.durations import Duration
+from ingot.config.durations import Duration, StepRange
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 TrackerMode = Literal["online", "offline"]
@@ -185,3 +185,17 @@ class LoggersConfig(Section):
             values = {**values, "comet": values["cometml"]}
             del values["cometml"]
         return values
+
+
+class ProfilerConfig(Section):
+    """Measures where the time of some steps goes. Not to be confused with a cluster profile (`ingot launch profiles`).
+    Nothing here changes the result of a run."""
+
+    steps: StepRange | None = None
+    """Steps to profile, for example 10-13 (at most 20). Each rank writes a table of its time and a trace for Perfetto
+    to profile/ in the run folder."""
+    end_run: bool = False
+    """End the run after these steps without saving it, as `ingot profile` does."""
+    memory_history: bool = False
+    """On a GPU, record every allocation, and when memory runs out write PyTorch's own snapshot (a pickle, for
+    https://pytorch.org/memory_viz) next to the report of what filled it. Costs some speed."""

@@ -135,7 +135,7 @@ class LaunchSpec(Section):
     env: Annotated[dict[Variable, Annotated[str, Field(max_length=4000)]], BeforeValidator(_read_pairs)] = Field(
         default_factory=dict
     )
-    """NAME=VALUE to set on the nodes, in addition to the profile's; repeatable."""
+    """NAME=VALUE to set on the nodes, in addition to the cluster profile's; repeatable."""
     secrets: list[Variable] = Field(default_factory=list, json_schema_extra=_flags("--secret"))
     """Name of a variable to pass on, whose value is never written to disk; repeatable."""
     python: AbsolutePath | None = None

@@ -41,6 +41,8 @@ METRICS: dict[str, str] = {
     # where the time goes
     "time/data": "Fraction of the time that this rank waited for data.",
     "time/checkpoint": "Fraction of the time that training waited for checkpoints.",
+    "time/evaluation": "Fraction of the time that went into evaluations since the row before.",
+    "time/profile": "Fraction of the time that went into writing a profile (only where it is not 0).",
     "time/communication": "Fraction of the time that this rank waited in collectives (several ranks only).",
     "time/compute": "The remaining fraction.",
     "time/data/max": "Largest `time/data` over all ranks.",

@@ -1,7 +1,7 @@
 """The metrics of a run: every row and every metric name is made here.
 
 A row covers the batches since the row before it. Its times tell where they went: waiting for data, for a checkpoint,
-for other ranks, or computing.
+for an evaluation, for other ranks, or computing.
 """
 
 import math
@@ -43,22 +43,27 @@ class StepMeter:
         """Of the last row."""
         self.warning = ""
         """What the last row shows that the user should know."""
+        self._evaluation = 0.0  # seconds of the evaluation after a row, which the next row counts
         self._compiling = compiled  # until the first row, whose time predicts nothing
         self.restart()
 
     def restart(self) -> None:
         """Begin to measure the next row."""
         self.executor.start_comm_timer()
-        self._start, self._batches = time.perf_counter(), 0
-        self._waited = {"data": 0.0, "checkpoint": 0.0}
+        self._start, self._batches = time.perf_counter() - self._evaluation, 0
+        self._waited = {"data": 0.0, "checkpoint": 0.0, "evaluation": self._evaluation}
+        self._evaluation = 0.0
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Count the seconds within as waiting for `data` or `checkpoint`."""
+        """Count the seconds within as spent on `data`, `checkpoint`, `evaluation` or `profile`, not on steps."""
         began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
-        self._waited[what] += seconds
+        if what == "evaluation":
+            self._evaluation += seconds
+        else:
+            self._waited[what] = self._waited.get(what, 0.0) + seconds
         if what == "checkpoint":
             self.remaining.add_save(seconds)
 
@@ -93,9 +98,9 @@ class StepMeter:
             **memory_metrics(self.executor.device),
         }
         elapsed = time.perf_counter() - self._start
-        seconds = elapsed - self._waited["checkpoint"]
+        seconds = elapsed - self._paused
         batches_per_second = self._batches / seconds
-        progress.train_seconds += elapsed
+        progress.train_seconds += elapsed - self._waited["evaluation"]
         row["time/train"] = progress.train_seconds / 3600
         row |= self._throughput(batches_per_second) | self._times(elapsed)
         row |= self._over_ranks(row, elapsed)
@@ -107,6 +112,11 @@ class StepMeter:
             row["time/remaining_estimate"] = remaining / 3600
         self._compiling = False
         return row
+
+    @property
+    def _paused(self) -> float:
+        """Seconds in which no step went on."""
+        return sum(self._waited.values()) - self._waited["data"]
 
     @property
     def has_checkpoint_wait(self) -> bool:
@@ -142,7 +152,7 @@ class StepMeter:
         if "time/communication" not in row:
             return {}
         memory = next(name for name in PEAK_MEMORY if name in row)
-        own_seconds = elapsed * (1 - row["time/communication"]) - self._waited["checkpoint"]
+        own_seconds = elapsed * (1 - row["time/communication"]) - self._paused
         ranks = self.executor.all_gather([row[memory], row["time/data"], own_seconds / self._batches])
         used, waited, own = zip(*ranks, strict=True)
         self.warning = self.stragglers.look(own)

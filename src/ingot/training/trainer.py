@@ -6,8 +6,8 @@ killed run resumes from its last checkpoint exactly where it would have been.
 
 import json
 import time
-from collections.abc import Generator
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.loss_scale import LossScale
 from ingot.training.microbatch_search import choose_microbatch, recording_oom
 from ingot.training.optimizer import Optimizer
+from ingot.training.profiling.memory_report import MemoryWatch
+from ingot.training.profiling.step_profiler import StepProfiler
 from ingot.training.progress import Progress
 from ingot.training.runtime.gc_control import GcControl
 from ingot.training.runtime.heartbeat import EVALUATION, SAVE
@@ -43,6 +45,8 @@ from ingot.training.step import StepResult, train_step
 from ingot.training.step_meter import StepMeter
 from ingot.training.testing import run_step
 from ingot.version import __version__
+
+PROFILED = "its steps are profiled, and profiler.end_run ends it here without saving"
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,12 @@ class Trainer:
         executor.check_same("folder", {})  # no rank looks for checkpoints before rank 0 has cleared the folder
         if fresh:
             self.checkpointer.start_over()
+        self.memory = MemoryWatch(config.profiler, self.run.folder, executor, self.optimizer, listener)
+        cleanup.callback(self.memory.close)
+        self.profiler = StepProfiler(config.profiler, self.run.folder, env, listener, self._pausing)
+        cleanup.callback(self.profiler.close)
         state = self._resume()
+        self.profiler.begin(self.progress.batch, self.progress.total)
         self.evaluation.agree(self.progress.batch)
         self.run.begin(self.progress.batch, self.progress.total, self.inputs.tokenizer)
         listener.begin(self.progress.batch, self.progress.total, state)
@@ -132,41 +141,44 @@ class Trainer:
         if self.config.eval_first and progress.batch == 0 and not reason:
             self.listener.row(meter.position(0) | self.evaluate(), 0)
         batches = self._open_batches()
+        self.memory.doing = lambda: self.stop.doing
         meter.restart()
         with closing(GcControl()) as garbage:
-            while progress.batch < progress.total and not reason:
-                run.heartbeat.step(progress.batch)
-                self.stop.doing = f"step {progress.batch + 1}"
-                batch = meter.next_batch(batches)
-                progress.batch += 1
-                save_due = progress.is_last or self.checkpointer.is_due(progress.batch)
-                row: Row = {}
-                result = None if progress.is_skipped else run_step(self, batch, self._step)
-                anomaly = self.guard.find_anomaly(wait=save_due)  # nothing is saved unjudged
-                if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
-                    batches.close()
-                    batches = self._open_batches()
-                    continue
-                if result is not None:
-                    if not progress.is_skipped:
-                        run.samples.write(progress.batch, batch.samples)
-                    if self._is_due(self.config.log_interval):
-                        row = self._measure(result)
-                if self.evaluation.is_due(progress.batch, progress.is_last):
-                    row = (row or meter.position(progress.batch)) | self.evaluate()
-                if row:
-                    self.listener.row(row, progress.batch)
-                    meter.restart()
-                reason = "" if progress.is_last else self.stop.after_step(self.executor)
-                self._check_health()
-                garbage.after_step()
-                if reason and not save_due and (anomaly := self.guard.find_anomaly(wait=True)) is not None:
-                    self._handle(anomaly)
-                if reason or save_due:
-                    self._save(final=bool(reason) or progress.is_last)
-        if reason:
-            run.record_stop(reason, progress.batch, progress.total)
-            self.listener.note(f"stopped after batch {progress.batch} of {progress.total}: {reason}")
+            while progress.batch < progress.total and not (reason or self.profiler.has_ended_run):
+                with self.profiler.step(progress.batch + 1):
+                    run.heartbeat.step(progress.batch)
+                    self.stop.doing = f"step {progress.batch + 1}"
+                    batch = meter.next_batch(batches)
+                    progress.batch += 1
+                    save_due = self._is_save_due()
+                    row: Row = {}
+                    result = None if progress.is_skipped else run_step(self, batch, self._step)
+                    anomaly = self.guard.find_anomaly(wait=save_due)  # nothing is saved unjudged
+                    if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
+                        batches.close()
+                        batches = self._open_batches()
+                        continue
+                    if result is not None:
+                        if not progress.is_skipped:
+                            run.samples.write(progress.batch, batch.samples)
+                        if self._is_due(self.config.log_interval):
+                            row = self._measure(result)
+                    if self.evaluation.is_due(progress.batch, progress.is_last):
+                        row = (row or meter.position(progress.batch)) | self.evaluate()
+                    if row:
+                        self.listener.row(row, progress.batch)
+                        meter.restart()
+                    reason = "" if progress.is_last else self.stop.after_step(self.executor)
+                    self._check_health()
+                    garbage.after_step()
+                    if reason and not save_due and (anomaly := self.guard.find_anomaly(wait=True)) is not None:
+                        self._handle(anomaly)
+                    if reason or save_due:
+                        self._save(final=bool(reason) or progress.is_last)
+        self.profiler.finish()
+        if why := reason or (PROFILED if self.profiler.has_ended_run else ""):
+            run.record_stop(why, progress.batch, progress.total)
+            self.listener.note(f"stopped after batch {progress.batch} of {progress.total}: {why}")
         else:
             run.finish(progress.batch)
         return Result(run.folder, progress.batch, meter.loss, self.evaluation.last, reason, self.evaluation.metrics)
@@ -178,11 +190,11 @@ class Trainer:
             self.run.heartbeat.alive()
             self.listener.evaluating(what, done, total)
 
-        self.run.heartbeat.begin(EVALUATION)
         self.stop.doing = f"the evaluation after step {self.progress.batch}"
-        began = time.perf_counter()
-        metrics = self.evaluation.run(self.progress.batch, self.progress.is_last, report)
-        self.remaining.add_evaluation(self.evaluation.tokens, time.perf_counter() - began)
+        with self._pausing("evaluation"):
+            began = time.perf_counter()
+            metrics = self.evaluation.run(self.progress.batch, self.progress.is_last, report)
+            self.remaining.add_evaluation(self.evaluation.tokens, time.perf_counter() - began)
         return metrics
 
     def interrupted(self) -> KeyboardInterrupt:
@@ -232,6 +244,7 @@ class Trainer:
             row["trainer/loss_scale"] = self.scaler.get_scale()
         if self.meter.warning:
             self.listener.warn(self.meter.warning)
+        self.memory.tell()
         return row
 
     def _handle(self, anomaly: Anomaly) -> Action:
@@ -270,9 +283,20 @@ class Trainer:
         self.checkpointer.after_step()
         self.run.check()
 
+    def _is_save_due(self) -> bool:
+        """Whether to save after this batch, the same on all ranks."""
+        batch = self.progress.batch
+        return not self.profiler.ends_run_at(batch) and (self.progress.is_last or self.checkpointer.is_due(batch))
+
+    @contextmanager
+    def _pausing(self, what: str) -> Iterator[None]:
+        """Around what does not belong to a step: its time is counted on its own, and may be longer than a step's."""
+        self.run.heartbeat.begin(EVALUATION if what == "evaluation" else SAVE)
+        with self.meter.waiting(what):
+            yield
+
     def _save(self, final: bool) -> None:
-        self.run.heartbeat.begin(SAVE)
-        with self.meter.waiting("checkpoint"):
+        with self._pausing("checkpoint"):
             self.checkpointer.save(self.progress.batch, self._state, final)
 
     def _state(self) -> dict[str, Any]:

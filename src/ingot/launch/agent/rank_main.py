@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def train_rank(config: RunConfig, fresh: bool) -> int:
     """Train in this process alone. Return the exit code."""
-    use_expandable_segments()
+    prepare_torch()
     dump_stacks_on_request()
     from ingot.training.trainer import train  # torch loads after the config has been checked
 
@@ -46,10 +46,12 @@ def train_rank(config: RunConfig, fresh: bool) -> int:
     return EXIT_CONTINUE if result.stopped else 0
 
 
-def use_expandable_segments() -> None:
-    """Before torch is loaded: a model that fills a GPU has no room for fragments."""
+def prepare_torch() -> None:
+    """Settings that torch reads when it is loaded."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # torch's newer name for the same
+        # a model that fills a GPU has no room for fragments
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler otherwise writes its progress to the terminal
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ LOGS = "logs"
 TENSORBOARD = "tensorboard"
 TRACKERS = "trackers"  # ids of the run at trackers, what they hold, files of offline ones
 SAMPLES = "samples"
+PROFILE = "profile"  # where the time of some steps went, and what filled the memory
 GUARDS = "guards.jsonl"  # skipped batches, and why
 OWNER = "owner.json"  # exists while a run owns the folder
 STOP = "STOP"  # created by the user: save and stop
@@ -17,6 +18,6 @@ FINISHED = "FINISHED"  # created at the end of a run
 STOPPED = "stopped.json"  # why and where a run stopped before its end
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, GUARDS, FINISHED, STOPPED,
-        FAILURES, MICROBATCH, EVALUATIONS)  # fmt: skip
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, PROFILE, GUARDS, FINISHED,
+        STOPPED, FAILURES, MICROBATCH, EVALUATIONS)  # fmt: skip
 """What `--fresh` removes."""
