@@ -44,6 +44,7 @@ VERBS = {
     },
     "Inspect": {
         "runs": "List runs with state, step, loss, speed and last checkpoint.",
+        "profile": "Show where the time of a training step goes, from a few steps.",
         "watch": "Show the loss curve and state of a run, live in the terminal.",
         "compare": "Show how runs differ: config keys, last and best metrics.",
         "report": "Show runs in a browser, as one file or live.",

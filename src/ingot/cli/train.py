@@ -69,7 +69,25 @@ def train(
     prepare_torch()
     check_recipe(arguments)
     arguments = [*arguments, *script_arguments(options)]
-    config = load_run_config(arguments, dialect)
+    flags = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
+    command = ["train", *flags, "--", *arguments]
+    sys.exit(
+        start(load_run_config(arguments, dialect), command, fresh, nproc, world_size, node_rank, master_addr,
+              master_port)
+    )  # fmt: skip
+
+
+def start(
+    config: RunConfig,
+    command: list[str],
+    fresh: bool,
+    nproc: int | None = None,
+    world_size: int | None = None,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> int:
+    """Train in this process, or in several that each run `ingot COMMAND`. Return the exit code."""
     here = find_rank_env()
     if here.world > 1 and (nproc or world_size):
         raise ConfigError(f"a launcher has already started {here.world} processes; leave out --nproc and --world_size")
@@ -80,12 +98,10 @@ def train(
         layout, _ = choose_layout(config.parallel, node.world, config.model, batch, work, node=node.processes)
         check_early(config, fresh, layout, node.processes, may_have_gpu())
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
-            flags = [*(["--fresh"] if fresh else []), *(["--dialect", dialect] if dialect else [])]
-            command = ["train", *flags, "--", *arguments]
-            sys.exit(run_processes(command, node, Path(config.run_folder)))
+            return run_processes(command, node, Path(config.run_folder))
     if here.rank == 0:
         clear_stop_request(Path(config.run_folder))
-    sys.exit(train_rank(config, fresh))
+    return train_rank(config, fresh)
 
 
 def _devices(config: RunConfig) -> int:

@@ -17,7 +17,7 @@ import msgspec
 from ingot.storage.atomic import whole_file
 
 CATEGORIES = {
-    "communication": r"nccl|gloo|c10d::",
+    "communication": r"nccl|gloo|c10d::|fsdp::|registerpostbackward",
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|^aten::(_scaled_|add|badd)?b?m[mv]|^aten::(linear|matmul)",
     "attention": r"cudnn|flash|fmha|^_(forward|backward_kv|backward_q|delta|reach)$|scaled_dot_product|aten::_?softmax",
     "norms, GELU, heads": r"^_(norm|gelu|join)\w*kernel$|^aten::(native_)?(layer|rms)_?norm|^aten::gelu",
@@ -25,6 +25,7 @@ CATEGORIES = {
     "loss kernel": r"^_softmax$|log_softmax|nll_loss|cross_entropy",
     "optimizer": r"multi_tensor_apply|adam|lpnorm|^aten::_foreach|^optimizer\.",
     "copies": r"^mem(cpy|set)|^aten::(copy_|_to_copy|clone|zero_|fill_)$",
+    "autograd": r"^autograd::|^\w+backward\d*$",
     "element-wise": r"",
 }
 """By name in lower case, the first match counts; our Triton kernels by their whole name."""
