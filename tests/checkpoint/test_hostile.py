@@ -92,7 +92,7 @@ DAMAGE = {
         "manifest.json is not a regular file",
     ),
     "foreign": (lambda f: (f / "manifest.json").write_text('{"weight_map": {}}'), "not the manifest"),
-    "newer": (lambda f: rewrite(f, version=99), "format version 99, and this ingot reads version 2; install a newer"),
+    "newer": (lambda f: rewrite(f, version=99), "format version 99, and this ingot reads versions 2 to 3; install a newer"),
     "older": (lambda f: rewrite(f, version=1), "install an older"),
     "deep": (lambda f: (f / "manifest.json").write_text("[" * 1_000_000), "damaged|not the manifest"),
     "deep state": (lambda f: (f / "manifest.json").write_text(

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ingot.checkpoint.manifest import CHECKPOINTS, File, Manifest, file_name, write_manifest
+from ingot.checkpoint.manifest import CHECKPOINTS, File, Manifest, write_manifest
 from ingot.checkpoint.remote_copy import Uploader
 from ingot.checkpoint.safetensors_file import blocks_of, write_blocks
 from ingot.checkpoint.save_plan import SavePlan, Tensors, plan_save
@@ -71,8 +71,10 @@ class AsyncWriter:
         full: bool = False,
         after_save: Callable[[int, bool], bool] = lambda step, final: False,
         uploader: Uploader | None = None,
+        holders: range | None = None,
     ):
         self.run, self.full, self.uploader, self._after_save = run, full, uploader, after_save
+        self._holders = holders  # of the same tensors as this rank; None for all ranks
         self._coordinator = coordinator or LocalCoordinator()
         self._thread_coordinator = self._coordinator.for_topic("write")
         self.news: list[tuple[str, bool]] = []
@@ -136,7 +138,9 @@ class AsyncWriter:
         names = [f"{kind}/{name}" for kind, content in tensors.items() for name in content]
         if self._planned is None or self._planned[0] != names:
             self._planned = None  # free the old copy before the new one is allocated
-            plan = plan_save(tensors, LocalCoordinator() if self.full else coordinator)
+            plan = (
+                plan_save(tensors, LocalCoordinator()) if self.full else plan_save(tensors, coordinator, self._holders)
+            )
             self._planned = (names, plan, Snapshot(tensors, plan))
         return self._planned[1], self._planned[2]
 
@@ -170,14 +174,13 @@ class AsyncWriter:
         self.news.append((problem, True))
 
     def _write_own_files(self, draft: Path, save: _Save) -> _Report:
-        report, rank = _Report(), self._coordinator.rank
+        report = _Report()
         try:
-            if save.snapshot.files or rank == 0:
+            if save.snapshot.files or self._coordinator.is_first:
                 draft.mkdir(parents=True, exist_ok=True)
-            for kind, (header, content) in save.snapshot.files.items():
-                name = file_name(kind, rank, save.plan.parts)
-                blocks = chain([header], blocks_of(content))
-                report.files[name] = write_blocks(draft / name, self._throttled(blocks, save.snapshot))
+            for name, file in save.snapshot.files.items():
+                blocks = self._throttled(chain([file.header], blocks_of(file.content)), save.snapshot)
+                report.files[name] = write_blocks(draft / name, blocks, file.weights_bytes)
         except OSError as error:
             return _Report(problem=str(disk_error("save a checkpoint in", self.run, error)))
         return report
@@ -210,8 +213,9 @@ class AsyncWriter:
 
     def _put_in_place(self, save: _Save, draft: Path, reports: list[_Report]) -> _Answer:
         files = {name: file for report in reports for name, file in report.files.items()}
-        for name in files:
-            if not (draft / name).is_file():
+        listed = set(os.listdir(draft))  # one operation, where a call for each file would be one for each rank
+        for name in files:  # a client of a network file system may list what it knew some seconds ago
+            if name not in listed and not (draft / name).is_file():
                 raise OSError(f"{name}, written by another rank, is not there; all ranks need the same file system")
         write_manifest(Manifest(save.step, save.plan.parts, files, save.plan.entries, save.state, draft))
         folder = put_in_place(draft, save.step)

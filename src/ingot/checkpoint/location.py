@@ -53,15 +53,19 @@ class CheckpointLocation:
         else:
             self.fetch(name, expected, Path(os.devnull))
 
-    def fetch(self, name: str, expected: File, target: Path) -> None:
-        """Copy a file to this machine and check it."""
+    def fetch(self, name: str, expected: File, target: Path, whole_size: int | None = None) -> None:
+        """Copy a file to this machine and check it. If the whole file has another size, only its beginning is read; the
+        copy has the size of the whole, as a sparse file."""
+        size = expected.bytes if whole_size is None else whole_size
 
         def attempt() -> None:
             with target.open("wb") as file:
-                self._stream(name, expected, file.write)
+                self._stream(name, expected, file.write, size)
+                if size != expected.bytes:
+                    file.truncate(size)
 
         if self.remote.folder is not None:
-            verify_file(self.remote.folder / self.prefix / name, expected)
+            verify_file(self.remote.folder / self.prefix / name, expected, size)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             self.remote.retry(self.prefix + name, attempt)
@@ -70,18 +74,19 @@ class CheckpointLocation:
         except OSError as error:
             raise disk_error("write", target, error) from None
 
-    def _stream(self, name: str, expected: File, use: Callable[[bytes], object]) -> None:
-        digest, size = xxhash.xxh3_128(), 0
-        for chunk in self.remote.stream(self.prefix + name):
+    def _stream(self, name: str, expected: File, use: Callable[[bytes], object], whole_size: int) -> None:
+        digest, size, path = xxhash.xxh3_128(), 0, self.prefix + name
+        whole = expected.bytes == whole_size
+        for chunk in self.remote.stream(path) if whole else self.remote.stream(path, 0, expected.bytes):
             digest.update(chunk)
             use(chunk)
             size += len(chunk)
             if size > expected.bytes:
                 break
-        if size < expected.bytes and self.remote.folder is None and size != self.remote.size(self.prefix + name):
+        if size < expected.bytes and self.remote.folder is None and size != self.remote.size(path):
             raise Again(f"{name} ended early, after {size} bytes")
         if size != expected.bytes:
-            raise CheckpointError(f"{self}/{name} is truncated or changed: the manifest says {expected.bytes} bytes")
+            raise CheckpointError(f"{self}/{name} is truncated or changed: the manifest says {whole_size} bytes")
         if digest.hexdigest() != expected.xxh3:
             raise CheckpointError(f"{self}/{name} is corrupt: its hash differs from the manifest's")
 

@@ -5,7 +5,7 @@ first.
 import json
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -82,8 +82,8 @@ def fetch(
 
     def fetch_own_files() -> Manifest:
         manifest = replace(location.manifest(), folder=folder)
-        for name in own_files(manifest, coordinator, kinds):
-            location.fetch(name, manifest.files[name], folder / name)
+        for name, file in own_files(manifest, coordinator, kinds).items():
+            location.fetch(name, file, folder / name, manifest.files[name].bytes)
         return manifest
 
     return coordinator.run_on_all_ranks(fetch_own_files)
@@ -106,7 +106,7 @@ def fetch_into_run(location: CheckpointLocation, run: Path, coordinator: Coordin
     return replace(manifest, folder=run / CHECKPOINTS / str(manifest.step))
 
 
-def upload(manifest: Manifest, remote: Remote, names: list[str]) -> None:
+def upload(manifest: Manifest, remote: Remote, names: Iterable[str]) -> None:
     """Copy files of a local checkpoint to a URL. The copy of `MANIFEST` makes it a checkpoint there."""
     prefix = f"{CHECKPOINTS}/{manifest.step}/"
     for name in names:

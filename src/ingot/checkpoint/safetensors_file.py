@@ -28,6 +28,7 @@ DTYPES = {
     "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PADDING = "__padding__"  # name of the bytes between weights and training state that align the second
 BLOCK = 1 << 22
 PAGE = 4096
 MAX_HEADER_BYTES = 1 << 25
@@ -66,17 +67,22 @@ def blocks_of(content: memoryview) -> Iterator[memoryview]:
         yield content[begin : begin + BLOCK]
 
 
-def write_blocks(path: Path, blocks: Iterable[memoryview]) -> File:
-    """Write a new file and hash it in the same pass.
+def write_blocks(path: Path, blocks: Iterable[memoryview], weights_bytes: int | None = None) -> File:
+    """Write a new file and hash it in the same pass, and where the weights are a part of it, these alone too.
 
     The page cache is bypassed where blocks are whole pages and the file system allows it: filling the cache would take
     as much CPU time as the hash, and evict what training uses.
     """
-    digest, size = xxhash.xxh3_128(), 0
+    digest, size, weights = xxhash.xxh3_128(), 0, None
     descriptor, direct = _create(path)
     try:
         for block in blocks:
-            digest.update(block)  # this and the write release the GIL
+            rest = block
+            if weights_bytes is not None and weights is None and size + len(block) >= weights_bytes:
+                rest = block[weights_bytes - size :]
+                digest.update(block[: weights_bytes - size])
+                weights = weights_bytes, digest.hexdigest()
+            digest.update(rest)  # this and the write release the GIL
             size += len(block)
             while block:
                 try:
@@ -89,7 +95,7 @@ def write_blocks(path: Path, blocks: Iterable[memoryview]) -> File:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return File(size, digest.hexdigest())
+    return File(size, digest.hexdigest(), weights)
 
 
 def _create(path: Path) -> tuple[int, bool]:

@@ -4,15 +4,27 @@ import contextlib
 import mmap
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.checkpoint.safetensors_file import bytes_of, header_of, in_order
-from ingot.checkpoint.save_plan import SavePlan, Tensors
+from ingot.checkpoint.manifest import MODEL, OPTIMIZER
+from ingot.checkpoint.safetensors_file import PADDING, bytes_of, header_of
+from ingot.checkpoint.save_plan import Key, SavePlan, Tensors
 from ingot.parallel.dtensor import local
+
+
+@dataclass(frozen=True)
+class FileCopy:
+    """What will be a file."""
+
+    header: memoryview
+    content: memoryview
+    weights_bytes: int | None
+    """Size of the beginning of the file that holds all weights, where training state follows."""
 
 
 class Snapshot:
@@ -23,21 +35,29 @@ class Snapshot:
     """
 
     def __init__(self, tensors: Tensors, plan: SavePlan):
-        self.files: dict[str, tuple[memoryview, memoryview]] = {}  # header and content by kind of file
+        self.files: dict[str, FileCopy] = {}
         self._copies: list[tuple[str, str, Tensor]] = []
-        chosen: Tensors = {}
-        for kind, name in plan.own:
-            chosen.setdefault(kind, {})[name] = local(tensors[kind][name].detach())
-        self.on_gpu = any(tensor.is_cuda for content in chosen.values() for tensor in content.values())
-        for kind, content in chosen.items():
-            self._allocate(kind, in_order(content))
+        chosen = [tensors[kind][name] for keys in plan.files.values() for kind, name in keys]
+        self.on_gpu = any(local(tensor).is_cuda for tensor in chosen)
+        for file, keys in plan.files.items():
+            self._allocate(file, keys, tensors)
         self._stream: Any = torch.cuda.Stream() if self.on_gpu else None
         self._todo: list[tuple[Tensor, Tensor]] = []
         self._done = threading.Event()
         self._done.set()
 
-    def _allocate(self, kind: str, content: dict[str, Tensor]) -> None:
-        header, total = header_of(content), sum(tensor.nbytes for tensor in content.values())
+    @property
+    def bytes(self) -> int:
+        return sum(len(file.header) + len(file.content) for file in self.files.values())
+
+    def _allocate(self, file: str, keys: list[Key], tensors: Tensors) -> None:
+        content = {key: local(tensors[key[0]][key[1]].detach()) for key in keys}
+        weights = sum(tensor.nbytes for (kind, _), tensor in content.items() if kind == MODEL)
+        gap = -weights % 8 if any(kind == OPTIMIZER for kind, _ in keys) else 0
+        named = [(name, tensor) for (kind, name), tensor in content.items() if kind == MODEL]
+        named += [(PADDING, torch.empty(gap, dtype=torch.uint8))] if gap else []
+        named += [(name, tensor) for (kind, name), tensor in content.items() if kind != MODEL]
+        header, total = header_of(dict(named)), sum(tensor.nbytes for _, tensor in named)
         memory = mmap.mmap(-1, len(header) + max(total, 1))
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -46,8 +66,13 @@ class Snapshot:
         if self.on_gpu:
             _pin(self, memory)
         view, begin = memoryview(memory), 0
-        self.files[kind] = (view[: len(header)], view[len(header) : len(header) + total])
-        for name, tensor in content.items():
+        both = 0 < weights < total
+        self.files[file] = FileCopy(
+            view[: len(header)], view[len(header) : len(header) + total], len(header) + weights if both else None
+        )
+        for (kind, name), tensor in content.items():
+            if kind != MODEL and begin == weights:
+                begin += gap
             copy = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             self._copies.append((kind, name, copy))
             begin += tensor.nbytes

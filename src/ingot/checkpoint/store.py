@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from ingot.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     MODEL,
-    Chunk,
-    Entry,
+    File,
     Manifest,
     file_name,
     incomplete_steps,
@@ -27,9 +27,10 @@ from ingot.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ingot.checkpoint.safetensors_file import DTYPES, SafetensorsFile, write_shard
-from ingot.checkpoint.save_plan import Tensors, plan_save
-from ingot.parallel.coordinator import Coordinator, LocalCoordinator
+from ingot.checkpoint.placement import Chunk, Entry
+from ingot.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, SafetensorsFile, write_shard
+from ingot.checkpoint.save_plan import Tensors
+from ingot.parallel.coordinator import Coordinator
 from ingot.storage.atomic import sync
 
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
@@ -51,8 +52,11 @@ def save_checkpoint(
         for kind, content in tensors.items():
             name = file_name(kind, 0, 1)
             files[name] = write_shard(draft / name, content, partial(get, kind) if get is not None else None)
-        plan = plan_save(tensors, LocalCoordinator())
-        write_manifest(Manifest(step, 1, files, plan.entries, state, draft))
+        entries = {
+            kind: {name: Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in content.items()}
+            for kind, content in tensors.items()
+        }
+        write_manifest(Manifest(step, 1, files, entries, state, draft))
         return put_in_place(draft, step)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -88,15 +92,12 @@ def to_remove(steps: list[int], keep: int, every: int) -> list[int]:
     return [step for step in older if not (every and step % every == 0)]
 
 
-def own_files(manifest: Manifest, coordinator: Coordinator, kinds: list[str] | None = None) -> list[str]:
-    """The files that this rank checks, fetches or uploads: with as many ranks as saved it, those that it wrote."""
-    by_kind = [manifest.files_of(kind) for kind in kinds or manifest.tensors]
-    return [
-        name
-        for files in by_kind
-        for number, name in enumerate(files)
-        if number % coordinator.world_size == coordinator.rank
-    ]
+def own_files(manifest: Manifest, coordinator: Coordinator, kinds: list[str] | None = None) -> dict[str, File]:
+    """The files that this rank checks, fetches or uploads, as of `files_of`: with as many ranks as saved the
+    checkpoint, those that it wrote."""
+    by_kind = [manifest.files_of([kind]) for kind in kinds or manifest.tensors]
+    own = [name for files in by_kind for name in list(files)[coordinator.rank :: coordinator.world_size]]
+    return {name: manifest.files[name].beginning(kinds or manifest.tensors) for name in own}
 
 
 def find_checkpoint(path: Path) -> Manifest:
@@ -111,7 +112,7 @@ def find_checkpoint(path: Path) -> Manifest:
                 print(f"warning: {skipped}; using {manifest.folder}", file=sys.stderr)
     else:
         raise no_checkpoint_error(path)
-    verify(manifest, manifest.files_of(MODEL))
+    verify(manifest, manifest.files_of([MODEL]))
     return manifest
 
 
@@ -139,15 +140,16 @@ class CheckpointTensors:
     def get(self, name: str) -> Tensor:
         """A whole tensor."""
         entry = self.entries[name]
-        if len(entry.chunks) == 1:
-            return self._chunk(name, entry.chunks[0])
+        parts = list(islice(entry.parts(), 2))
+        if len(parts) == 1 and parts[0][2] == entry.shape:
+            return self._chunk(name, parts[0])
         whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read(name, whole, [0] * whole.ndim)
         return whole
 
     def read(self, name: str, target: Tensor, offsets: Sequence[int]) -> None:
         """Fill a tensor with the part of a stored one that begins at `offsets`."""
-        for chunk in self.entries[name].chunks:
+        for chunk in self.entries[name].overlapping(offsets, target.shape):
             there, here = [], []
             for begin, size, offset, length in zip(offsets, target.shape, chunk[1], chunk[2], strict=True):
                 low, high = max(begin, offset), min(begin + size, offset + length)
@@ -157,7 +159,7 @@ class CheckpointTensors:
                 target[tuple(here)].copy_(self._chunk(name, chunk)[tuple(there)])
 
     def _chunk(self, name: str, chunk: Chunk) -> Tensor:
-        file = file_name(self.kind, chunk[0], self.manifest.parts)
+        file = self.manifest.file_of(self.kind, chunk[0])
         if file not in self._files:
             self._files[file] = SafetensorsFile(self.manifest.folder / file)
         return self._files[file].get(name, self.entries[name].dtype, chunk[2])

@@ -128,7 +128,7 @@ def show(
     if tensors:
         rows = [
             [kind, name, entry.dtype, "x".join(map(str, entry.shape)),
-             format_bytes(math.prod(entry.shape) * ITEM_BYTES[entry.dtype]), str(len(entry.chunks))]
+             format_bytes(math.prod(entry.shape) * ITEM_BYTES[entry.dtype]), str(entry.count())]
             for kind, entries in manifest.tensors.items() for name, entry in entries.items()
         ]  # fmt: skip
         _print(["kind", "tensor", "type", "shape", "size", "parts"], rows)

@@ -50,6 +50,26 @@ def local_offsets(tensor: Tensor) -> list[int]:
     return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
+def mesh_cuts(tensor: Tensor) -> list[tuple[int, int, int]]:
+    """The axes of the mesh that cut a tensor, in the order of the cuts: their size, the distance of the ranks along
+    them, and the dimension that they cut. A tensor that every rank has whole is cut by none."""
+    if not is_sharded(tensor):
+        return []
+    mesh, cuts = tensor.device_mesh, list[tuple[int, int, int]]()
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if mesh.size(axis) == 1 or not hasattr(placement, "dim"):
+            continue
+        along = mesh.mesh.movedim(axis, 0).reshape(mesh.size(axis), -1)[:, 0].tolist()
+        # a strided shard is a part of a part: the axes that follow it, as many as its factor says, cut before it
+        place, before = 0, getattr(placement, "split_factor", 1)
+        while before > 1 and place < len(cuts):
+            before //= cuts[place][0] if cuts[place][2] == placement.dim else 1
+            place += 1
+        cuts.insert(place, (mesh.size(axis), along[1] - along[0], placement.dim))
+    return cuts
+
+
 def gather(tensor: Tensor) -> Tensor:
     """The full tensor, on every rank that holds a shard of it; all of them must call this."""
     with torch.no_grad():

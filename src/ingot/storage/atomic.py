@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,12 +73,13 @@ def begin_to_store(descriptor: int, offset: int, size: int) -> None:
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 
 
-def file_hash(path: Path, algorithm: Any = xxhash.xxh3_128) -> str:
-    """The hash of a file, read in blocks."""
-    digest = algorithm()
+def file_hash(path: Path, algorithm: Any = xxhash.xxh3_128, size: int | None = None) -> str:
+    """The hash of a file, or of its first `size` bytes, read in blocks."""
+    digest, left = algorithm(), math.inf if size is None else size
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
+        while left and (block := file.read(int(min(left, 1 << 22)))):
             digest.update(block)
+            left -= len(block)
     return str(digest.hexdigest())
 
 

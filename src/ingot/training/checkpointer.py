@@ -12,13 +12,11 @@ from ingot.checkpoint.load import Repadded, fill_parameters, open_weights, read_
 from ingot.checkpoint.location import find_checkpoints
 from ingot.checkpoint.manifest import (
     CHECKPOINTS,
-    MAX_MANIFEST_BYTES,
     MODEL,
     OPTIMIZER,
     Manifest,
     remove,
     steps_in,
-    too_large,
 )
 from ingot.checkpoint.remote_copy import Uploader, fetch, newest_good
 from ingot.checkpoint.safetensors_file import DTYPES
@@ -27,7 +25,6 @@ from ingot.checkpoint.store import DRAFT, OLD_RNG, CheckpointTensors, to_remove
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DiskError, disk_error
-from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import Executor
 from ingot.storage.object_store import is_url
 from ingot.training.listener import Row, RunListener
@@ -35,7 +32,6 @@ from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.run_files import FINISHED, METRICS
 
 SAVED_STEP = "checkpoint/step"  # in a row of metrics.jsonl: the newest checkpoint at that time
-ESTIMATE_MARGIN = 1.25  # over the limit of a manifest's size, before step 1; each save checks the real size
 
 
 class Checkpointer:
@@ -56,7 +52,9 @@ class Checkpointer:
         self.full = config.state_dict_type == "full"
         url = config.remote_folder
         self.uploader = Uploader(url, self.folder, self.coordinator, self._outdated) if url is not None else None
-        self.writer = AsyncWriter(self.folder, self.coordinator, self.full, self._after_save, self.uploader)
+        stage = self.coordinator.world_size // executor.layout.pipeline  # ranks that hold the same tensors
+        holders = range(self.coordinator.rank // stage * stage, (self.coordinator.rank // stage + 1) * stage)
+        self.writer = AsyncWriter(self.folder, self.coordinator, self.full, self._after_save, self.uploader, holders)
         self.before_update = self.writer.before_update
         """To be called before each update of the weights: a copy of them may still be in progress."""
         self._saved_at = time.monotonic()
@@ -132,7 +130,8 @@ class Checkpointer:
         model = {p.name: p.tensor for p in self.executor.parameters if not p.is_tied_copy}
         tensors, shapes = {MODEL: model}, {MODEL: self.shapes}
         if not self.config.save_weights_only:
-            tensors[OPTIMIZER] = self.optimizer.state_tensors()
+            copies = [p.tensor for p in self.executor.parameters if p.is_tied_copy]
+            tensors[OPTIMIZER] = self.optimizer.state_tensors(without=copies)
             shapes[OPTIMIZER] = self.optimizer.state_shapes(self.shapes)
         if not self.full:
             return tensors
@@ -168,20 +167,6 @@ class Checkpointer:
             return time.monotonic() - self._uploaded_at >= interval.seconds
         every = self.clock.interval(interval)
         return not every or step // every > self._uploaded_step // every
-
-    def check_manifest_size(self) -> None:
-        """Fail before step 1 if the manifest would be too large to be read, estimated from this rank's shards."""
-        total = 0
-        for parameter in [] if self.full else self.executor.parameters:
-            shape, part = tuple(parameter.tensor.shape), local(parameter.tensor)
-            pieces = -(-parameter.tensor.numel() // max(part.numel(), 1))  # each written by one rank
-            slots = [s for s in self.optimizer.state_shapes({parameter.name: shape}).values() if s]
-            kept = 1 if self.config.save_weights_only else 1 + len(slots)
-            chunk = f"[{self.coordinator.world_size},{list(shape)},{list(part.shape)}],".replace(" ", "")
-            total += kept * pieces * len(chunk)
-        total *= self.executor.layout.pipeline
-        if total > ESTIMATE_MARGIN * MAX_MANIFEST_BYTES:
-            raise too_large(total)
 
     # --- loading
 

@@ -174,13 +174,16 @@ class Optimizer:
         for parameter in self.names:
             parameter.grad = None
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """All state, as tensors named `KEY/PARAMETER`, such as `exp_avg/blocks.0.attn.qkv.weight`."""
+    def state_tensors(self, without: Iterable[Tensor] = ()) -> dict[str, Tensor]:
+        """The state, as tensors named `KEY/PARAMETER`, such as `exp_avg/blocks.0.attn.qkv.weight`, but not that of the
+        parameters in `without`."""
+        left_out = set(without)
         return {
             f"{key}/{self.names[parameter]}": value
             for part in self.parts.values()
             for parameter, state in part.state.items()
             for key, value in state.items()
+            if parameter not in left_out
         }
 
     def state_shapes(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -113,8 +113,6 @@ class Trainer:
             listener.note(f"peak: {self.meter.peak / 1e12:.3g} TFLOP/s, for MFU ({self.meter.peak_source})")
         self.guard = Guard(config.guards, executor, scaled=self.scaler.enabled)
         self.run.open(fresh)
-        if self.run.is_owner:
-            self.checkpointer.check_manifest_size()
         executor.check_same("folder", {})  # no rank looks for checkpoints before rank 0 has cleared the folder
         if fresh:
             self.checkpointer.start_over()
