@@ -3,6 +3,7 @@
     python benchmarks/checkpoint.py                       # one process, about 500 MB of state on a CPU; 1b on a GPU
     python benchmarks/checkpoint.py --processes 2         # FSDP2 over gloo
     python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json --processes 1 2
+    python benchmarks/checkpoint.py --card --rows rows.jsonl      what `gpu_check.py` measures, in under two minutes
 
 For each: the stall of the training loop, the time until the checkpoint is on the disk, its bytes, the time to load it,
 and the time of a training step while it is being written against other steps. Medians of several repetitions, taken in
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from gpu_table import add_row, wait_for_turn
 
 from ingot.checkpoint.async_writer import AsyncWriter
 from ingot.checkpoint.manifest import MODEL, OPTIMIZER
@@ -133,6 +135,60 @@ class Bench:
     def dcp_save(self) -> None:
         dcp.save(self.flat(), checkpoint_id=str(self.folder / "dcp"), no_dist=self.world is None)
 
+    def load_ours(self) -> None:
+        manifest, problems = newest_good(self.folder / "ours", self.coordinator)
+        assert manifest is not None and not problems
+        for section, content in self.tensors().items():
+            stored = CheckpointTensors(manifest, section)
+            with torch.no_grad():
+                for name, tensor in content.items():
+                    stored.read(name, local(tensor), local_offsets(tensor))
+
+    def load_dcp(self) -> None:
+        dcp.load(self.flat(), checkpoint_id=self.folder / "dcp", no_dist=self.world is None)
+
+
+def measure_card(rows: Path, repeats: int) -> None:
+    """The stall of a save, and loading from a warm disk: each once without counting, then in turn."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as name:
+        folder = Path(name)
+        bench = Bench(folder, 1)
+        state = sum(t.nbytes for t in bench.flat().values())
+        common = {"section": "checkpoint", "execution": "plain", "gb": round(state / 1e9, 2),
+                  "torch": torch.__version__, "device": str(bench.device)}  # fmt: skip
+        saver, stalls, totals = bench.ours(), [], []
+        for number in (1, 2):
+            bench.sync()
+            began = time.perf_counter()
+            saver.save(number, bench.tensors(), {})
+            bench.step()  # which waits for the copy before it changes the weights
+            stalls.append(saver.stall_seconds)
+            saver.wait()
+            totals.append(time.perf_counter() - began)
+            assert saver.problem is None, saver.problem
+        shutil.rmtree(folder / "ours" / CHECKPOINTS / "1")
+        bench.sync()
+        began = time.perf_counter()
+        future: Any = dcp.async_save(bench.flat(), checkpoint_id=str(folder / "dcp"), no_dist=True)
+        dcp_stall = time.perf_counter() - began
+        future.result()
+        dcp_total = time.perf_counter() - began
+        add_row(rows, common | {"variant": "save", "stall_seconds": round(stalls[-1], 4),
+                                "stall_seconds_first": round(stalls[0], 4), "until_on_disk": round(totals[-1], 2),
+                                "dcp_async_stall_seconds": round(dcp_stall, 3),
+                                "dcp_async_until_on_disk": round(dcp_total, 2),
+                                "ratio": round(stalls[-1] / dcp_stall, 4)})  # fmt: skip
+        times: dict[str, list[float]] = {"ours": [], "dcp": []}
+        actions = {"ours": bench.load_ours, "dcp": bench.load_dcp}
+        for number in range(repeats + 1):
+            for who, action in actions.items():
+                seconds = bench.timed(action)
+                times[who] += [round(seconds, 3)] if number else []
+        median = {who: statistics.median(found) for who, found in times.items()}
+        add_row(rows, common | {"variant": "load, warm", "seconds": median["ours"], "dcp_seconds": median["dcp"],
+                                "ratio": round(median["ours"] / median["dcp"], 4), "all_seconds": times["ours"],
+                                "all_dcp_seconds": times["dcp"]})  # fmt: skip
+
 
 def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
     bench = Bench(folder, processes)
@@ -176,25 +232,11 @@ def measure(folder: Path, processes: int, repeats: int) -> dict[str, Any]:
         print(json.dumps({name: spread(values) for name, values in rows.items()}), file=sys.stderr, flush=True)
 
     # loading, on top of what is there: from the disk, then from the page cache
-    flat, coordinator = bench.flat(), bench.coordinator
-
-    def load_ours() -> None:
-        manifest, problems = newest_good(folder / "ours", coordinator)
-        assert manifest is not None and not problems
-        for section, content in bench.tensors().items():
-            stored = CheckpointTensors(manifest, section)
-            with torch.no_grad():
-                for name, tensor in content.items():
-                    stored.read(name, local(tensor), local_offsets(tensor))
-
-    def load_dcp() -> None:
-        dcp.load(flat, checkpoint_id=folder / "dcp", no_dist=bench.world is None)
-
     for cached in ("cold", "cached"):
         if cached == "cached":  # what was forgotten last
-            load_ours(), load_dcp()
+            bench.load_ours(), bench.load_dcp()
         for _ in range(repeats):
-            for name, action in (("ingot, load", load_ours), ("dcp.load", load_dcp)):
+            for name, action in (("ingot, load", bench.load_ours), ("dcp.load", bench.load_dcp)):
                 if cached == "cold" and bench.first:
                     forget(folder)
                 note(f"{name}, {cached}", bench.timed(action))
@@ -285,7 +327,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--folder", type=Path, help="Where to write checkpoints. Default: a temporary folder here.")
+    parser.add_argument("--card", action="store_true", help="only the stall, and loading from a warm disk")
+    parser.add_argument("--rows", type=Path, help="with --card: a file that gains lines of JSON")
+    parser.add_argument("--tiny", action="store_true", help="with --card: two repetitions")
+    parser.add_argument("--wait", action="store_true", help="with --card: wait for a line of input")
     options = parser.parse_args()
+    if options.card:
+        if wait_for_turn():
+            measure_card(options.rows, 2 if options.tiny else options.repeats)
+        return
     results = []
     for processes in options.processes:
         with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix=".bench-") as folder:

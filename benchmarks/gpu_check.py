@@ -23,16 +23,15 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_table import keep, merge, read_rows, table
+from gpu_table import add_row, keep, merge, read_rows, table
 from gpu_variants import WRAPPED, Section
 
 START = time.time()
 HERE = Path(__file__).parent
-COMMAND = shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]])
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch looks once, at the first product of a process
 TESTS = ["tests/model/test_gpu_kernels.py", "tests/train/test_gpu.py"]
 TEST_PROCESSES = 6  # which share the card's memory with the cases of repeatability
@@ -62,7 +61,29 @@ SECTIONS = [
     Section("125m-small", "mpt-125m", GRAPHS, 32, 4, LEARNED, micro=4, seconds=35),
     Section("llama-1b-128k", "llama-1b", [PLAIN], 1, 1, ["max_seq_len=131072"], seconds=30, quick=True),
     Section("llama-8b-8k", "llama-8b", [PLAIN], 4, 1, seconds=30),
+    Section("profile-125m", "mpt-125m", [PLAIN], 128, 3, LEARNED, seconds=25, profile=True),
+    Section("profile-32k", "llama-1b", [PLAIN], 2, 2, ["max_seq_len=32768"], seconds=30, profile=True),
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Script:
+    """A section that is a script of its own, which adds its rows to the file after `--rows`."""
+
+    name: str
+    command: list[str]
+    seconds: float
+
+
+PEERS = ["125m", "1b", "llama-1b", "pythia-1b", "350m", "760m", "pythia-2.8b", "3b"]
+SCRIPTS = [
+    *(Script(f"peers-{size}", ["gpu_against_peers.py", size], 45) for size in PEERS),
+    Script("fp8-300", ["gpu_fp8.py"], 70),
+    Script("checkpoint", ["checkpoint.py", "--card"], 120),
+    Script("trees", ["compare_steps.py", "--old", ".carry/old.tar.gz"], 190),
+]
+PEERS_ALL = [f"peers-{size}" for size in PEERS]
+NAMES = ["tests", "repeatable", *(section.name for section in [*SECTIONS, *SCRIPTS])]
 TINY = ["model.d_model=64", "model.n_heads=4", "model.n_layers=2", "model.vocab_size=512", "max_seq_len=32",
         "device=cpu", "precision=bf16"]  # fmt: skip
 
@@ -93,9 +114,8 @@ class Call:
             file.write(line + "\n")
 
     def add(self, row: dict[str, Any]) -> None:
-        row = row | {"at": round(time.time()), "command": COMMAND}
-        with self.lock, self.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with self.lock:
+            add_row(self.rows, row, printed=False)
 
     def run(self, command: list[str], seconds: float, log: Path, **environment: str) -> int | str:
         """The exit code of a process whose output goes to a file, or why it was ended."""
@@ -145,14 +165,18 @@ def run_repeatability(call: Call, seconds: float) -> None:
 class Waiting:
     """The process of a section, which imports what it needs and waits for its turn."""
 
-    def __init__(self, call: Call, section: Section, folder: Path):
+    def __init__(self, call: Call, section: Section | Script, folder: Path):
         self.call, self.section = call, section
-        shown = tiny(section) if call.is_tiny else section
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / section.name / "inductor"),
                   "TRITON_CACHE_DIR": str(folder / section.name / "triton")}  # fmt: skip
-        command = [sys.executable, str(HERE / "gpu_variants.py"), json.dumps(asdict(shown)), str(call.rows), "--wait"]
+        if isinstance(section, Script):
+            script, *more = [*section.command, "--rows", str(call.rows), *(["--tiny"] if call.is_tiny else [])]
+        else:
+            shown = tiny(section) if call.is_tiny else section
+            script, *more = ["gpu_variants.py", json.dumps(asdict(shown)), str(call.rows)]
+        command = [sys.executable, str(HERE / script), *more, "--wait"]
         with call.log.open("a") as file:
-            own = {"PYTHONUNBUFFERED": "1", "BENCHMARK_START": str(time.time()), "BENCHMARK_COMMAND": COMMAND}
+            own = {"PYTHONUNBUFFERED": "1", "BENCHMARK_START": str(time.time())}
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | caches | CUBLAS | own, text=True,
@@ -196,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=570, help="end before so much time has passed")
     parser.add_argument("--out", type=Path, help="a folder for rows and logs, or $OUT")
-    parser.add_argument("--only", nargs="+", choices=["tests", "repeatable", *(s.name for s in SECTIONS)])
+    parser.add_argument("--only", nargs="+", help=", ".join(["peers", *NAMES]))
     parser.add_argument("--cases", nargs="+", default=[], help="which cases of repeatability")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--print", type=Path, nargs="+", dest="earlier", help="print the table of folders of results")
@@ -208,14 +232,17 @@ def main() -> None:
             keep(rows, arguments.into)
         print(table(rows))
         return
+    os.environ["BENCHMARK_COMMAND"] = shlex.join(["python", "benchmarks/gpu_check.py", *sys.argv[1:]])
     call = Call(arguments.out or Path(os.environ["OUT"]), arguments.seconds, arguments.tiny)
     call.cases = arguments.cases
     call.out.mkdir(parents=True, exist_ok=True)
-    asked = arguments.only or ["tests", "repeatable", *(s.name for s in SECTIONS)]
+    asked = [name for given in arguments.only or NAMES for name in (PEERS_ALL if given == "peers" else [given])]
+    if unknown := set(asked) - set(NAMES):
+        parser.error(f"no such section: {', '.join(sorted(unknown))}")
     together = [run for name, run in (("tests", run_tests), ("repeatable", run_repeatability)) if name in asked]
     with tempfile.TemporaryDirectory() as folder:
         call.say(card())
-        known = {section.name: section for section in SECTIONS}
+        known = {section.name: section for section in [*SECTIONS, *SCRIPTS]}
         waiting = [known[name] for name in asked if name in known]
         following = Waiting(call, waiting[0], Path(folder)) if waiting else None
         threads = [threading.Thread(target=run, args=(call, min(150.0, call.left() - 20))) for run in together]

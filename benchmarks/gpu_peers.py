@@ -5,6 +5,8 @@
 loss, under autocast, compiled whole, with torch's fused AdamW.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,7 +66,13 @@ class NanoGPT(nn.Module):
         x = (self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))).to(self.stream)
         for block in self.h:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return self.loss(x, labels)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         return summed_loss(F.linear(self.ln_f(x), self.wte.weight), labels)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.h)
 
 
 class Encoder(nn.Module):
@@ -98,6 +106,39 @@ class HuggingFace(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return summed_loss(self.gpt(input_ids=tokens).logits, labels)
+
+
+class LargePeer(nn.Module):
+    """transformers' Llama or GPT-NeoX with SDPA, of a config of the same family."""
+
+    def __init__(self, config: RunConfig):
+        import transformers
+
+        super().__init__()
+        m = config.model
+        given: dict[str, Any] = {
+            "vocab_size": m.vocab_size, "hidden_size": m.d_model, "num_hidden_layers": m.n_layers,
+            "num_attention_heads": m.n_heads, "intermediate_size": m.ffn_width, "use_cache": False,
+            "max_position_embeddings": m.context, "attn_implementation": "sdpa",
+            "tie_word_embeddings": m.tie_word_embeddings,
+        }  # fmt: skip
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": m.rotary_base}
+        if m.family == "llama":
+            self.gpt: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+                **given, num_key_value_heads=m.n_kv_heads or m.n_heads, rope_parameters=rope
+            ))  # fmt: skip
+        else:
+            rope["partial_rotary_factor"] = m.rotary_pct
+            self.gpt = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**given, rope_parameters=rope))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.gpt.base_model(input_ids=tokens).last_hidden_state, labels)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        return summed_loss(self.gpt.get_output_embeddings()(x), labels)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.gpt.base_model.layers)
 
 
 PEERS: dict[str, type[nn.Module]] = {"nanogpt": NanoGPT, "hf": HuggingFace, "torch": Encoder}

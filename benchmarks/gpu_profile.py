@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,22 +16,33 @@ import torch
 
 from ingot.training.profiling.trace import CATEGORIES, IDLE, Trace, time_by_category
 
+LONGEST = 15
 UNUSUAL = ("communication", "autograd")  # of one GPU with nobody, of a CPU
 
 
 def profile_step(step: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds of one step by category, its idle time, and the clock and power of the device over some steps."""
-    with torch.profiler.profile() as profiler:
+    """Milliseconds of one step by category, its idle time and longest kernels, and the device's clock and power."""
+    cuda = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CUDA] if cuda else None  # recording operators costs host time
+    with torch.profiler.profile(activities=activities) as profiler:
         step()
+        if cuda:
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         with Trace(path) as trace:
-            spent = time_by_category(trace.events()).milliseconds
+            events = list(trace.events())
+    spent = time_by_category(iter(events)).milliseconds
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.cat == "kernel":
+            kernels[event.name[:80]] += event.dur / 1e3
     found = {
         name: round(spent.get(name, 0.0), 1) for name in [*CATEGORIES, IDLE] if name in spent or name not in UNUSUAL
     }
-    return {"milliseconds": found, **_clock_and_power(step)}
+    longest = {name: round(ms, 2) for name, ms in kernels.most_common(LONGEST)}
+    return {"milliseconds": found, "longest_kernels": longest, **_clock_and_power(step)}
 
 
 def _clock_and_power(step: Callable[[], Any]) -> dict[str, float]:

@@ -5,6 +5,9 @@ newer one stays, unless it is of a failure and the older one was measured.
 """
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,22 @@ def read_rows(*folders: Path) -> list[Row]:
     """The rows of several calls, the oldest first."""
     rows = [json.loads(line) for folder in folders for line in (folder / "rows.jsonl").read_text().splitlines()]
     return sorted(rows, key=lambda row: row.get("at", 0))
+
+
+def add_row(out: Path, row: Row, printed: bool = True) -> None:
+    """Write a row as soon as it is known, with when and by which command it was measured."""
+    command = os.environ.get("BENCHMARK_COMMAND", " ".join(["python", *sys.argv]))
+    row = row | {"at": round(time.time()), "command": command}
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    if printed:
+        shown = {key: value for key, value in row.items() if key not in ("command", *LONG)}
+        print(f"  {json.dumps(shown)}", flush=True)
+
+
+def wait_for_turn() -> bool:
+    """For a process that was given `--wait`: whether somebody wants it, once its imports are done."""
+    return "--wait" not in sys.argv or bool(sys.stdin.readline())
 
 
 def row_key(row: Row) -> tuple[str, str]:
@@ -68,10 +87,13 @@ def line_of(row: Row) -> str:
         skipped = {"section", "variant", "case", "at", "command", "torch", "device", *LONG}
         return f"{named} " + ", ".join(f"{key} {value}" for key, value in row.items() if key not in skipped)
     first = row.get("seconds_to_first_step")
+    spent = {kind: ms for kind, ms in row.get("milliseconds", {}).items() if ms}
     return (
         f"{named} {row['tokens_per_second']:8,} {row.get('ratio', ''):>6} {row['causal_rate']:6.3f} "
         f"{row['memory_gib']:7.2f} {row['microbatch']:5} {row['recompute'] or 'nothing'}; "
-        f"waits {short(row).get('host_syncs')}" + (f"; first step {first} s" if first else "")
+        f"waits {short(row).get('host_syncs')}"
+        + (f"; first step {first} s" if first else "")
+        + (f"; ms {spent}" if spent else "")
     )
 
 

@@ -31,6 +31,8 @@ import torch._dynamo
 import torch._inductor.compile_fx
 import torch.distributed as dist
 from gpu_distributed import START, Steps, matmul_tflops
+from gpu_profile import profile_step
+from gpu_table import add_row, wait_for_turn
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -74,6 +76,8 @@ class Section:
     """Also what `auto` chooses for the first two variants, each alone on the card."""
     quick: bool = False
     """One timed step after the first, without a warm-up."""
+    profile: bool = False
+    """Also where the time of a step goes, by kind of kernel."""
 
 
 class Built:
@@ -221,11 +225,7 @@ class Report:
             traceback.print_exception(error)
 
     def write(self, row: dict[str, Any]) -> None:
-        row = row | {"at": round(time.time()), "command": os.environ.get("BENCHMARK_COMMAND", ""), "device": DEVICE}
-        with self.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        short = {key: value for key, value in row.items() if key not in ("notes", "losses")}
-        print(f"  [{time.time() - START:5.1f} s] {json.dumps(short)}", flush=True)
+        add_row(self.out, row | {"device": DEVICE})
 
     def late(self) -> bool:
         return torch.cuda.is_available() and time.time() - START > self.section.seconds
@@ -254,7 +254,10 @@ def one_alone(section: Section, report: Report, name: str, overrides: list[str],
         built = Built(section, name, overrides, None)
         built.start()
         built.time(section.steps)
-        report.add(built, seconds_to_import=imported, host_syncs=host_syncs(built))
+        more = {"host_syncs": host_syncs(built)}
+        if section.profile:
+            more |= profile_step(lambda: float(built.steps.step(built.rows)[0]))
+        report.add(built, seconds_to_import=imported, **more)
     except Exception as error:
         report.fail(name, error)
     built = None  # type: ignore[assignment]
@@ -321,7 +324,7 @@ def main() -> None:
     global START
     prepare_torch()  # as `ingot train` does
     imported = round(time.time() - START, 1)
-    if "--wait" in sys.argv and not sys.stdin.readline():
+    if not wait_for_turn():
         return  # nobody wants it any more
     START = time.time()
     given = json.loads(sys.argv[1])

@@ -172,3 +172,27 @@ def test_the_check_of_a_card_runs_through_on_a_cpu_and_its_rows_become_results(t
     fields = {"family", "precision", "deterministic", "causal_rate", "matmul_tflops", "memory_gib", "microbatch"}
     assert all(fields <= row.keys() for row in rows if "tokens_per_second" in row) and "ratio" in rows[-1]
     assert "one of two ranks" in printed and "llama-8b: wrapped is " in printed
+
+
+@pytest.mark.slow
+def test_scripts_of_the_check_of_a_card_leave_their_rows(tmp_path: Path) -> None:
+    """A peer, fp8 next to bf16, checkpoints, a profile, and two trees, here this one twice."""
+    rows = tmp_path / "rows.jsonl"
+    check = partial(subprocess.run, capture_output=True, text=True, timeout=400, cwd=ROOT, check=True)
+    sections = ["peers-pythia-1b", "fp8-300", "checkpoint", "profile-125m"]
+    check([sys.executable, "benchmarks/gpu_check.py", "--tiny", "--out", tmp_path, "--only", *sections])
+    trees = ["--old", ROOT, "--rows", rows, "--cases", "125m", "7b", "--tiny"]
+    check([sys.executable, "benchmarks/compare_steps.py", *trees])
+    found = {(r["section"], r["variant"]): r for r in map(json.loads, rows.read_text().splitlines())}
+    assert not [row for row in found.values() if "error" in row]
+    assert found["peers-pythia-1b", "hf"]["ratio"] > 0 and found["peers-pythia-1b", "hf"]["base"] == "ingot"
+    equal = found["fp8-300", "gradients, wrapped and plain"]
+    assert equal["matrices_equal_to_the_bit"] == equal["matrices"] == 8
+    assert 0 < found["fp8-300", "losses, fp8 and bf16"]["largest_difference"] < 0.02
+    bf16 = found["fp8-300", "bf16 wrapped"]
+    assert bf16["means_of_tenths"][-1] < bf16["means_of_tenths"][0] - 0.5  # there is something to learn
+    assert len(found["checkpoint", "load, warm"]["all_seconds"]) == 2 and found["checkpoint", "save"]["ratio"] > 0
+    assert "idle" in found["profile-125m", "plain"]["milliseconds"]
+    for name in ("125m", "7b"):
+        assert found["trees", name]["old_losses"] == found["trees", name]["new_losses"]
+    assert all("command" in row and "at" in row for row in found.values())
