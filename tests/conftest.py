@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run in as many processes as there are cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("INGOT_LAUNCH_DEFAULTS", os.path.join(os.path.dirname(__file__), "launch", "defaults.yaml"))
 
 import fcntl
 import shutil

@@ -95,7 +95,9 @@ class Cluster:
         self.folder, self.nodes = folder, nodes
         self.number = os.getpid() % 200 + 20
         self.bridge, self.net = f"ig{os.getpid() % 100000}", f"198.18.{self.number}"
-        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
+        defaults = str(Path(__file__).parent / "defaults.yaml")
+        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(),
+                                 "INGOT_LAUNCH_DEFAULTS": defaults}  # fmt: skip
         self.processes: dict[str, subprocess.Popen] = {}
 
     def start(self) -> None:

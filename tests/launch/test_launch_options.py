@@ -13,7 +13,7 @@ PROCESSES = {"--gpus-per-node", "--processes-per-node"}
 CLUSTER = {"--nodes", "-N", "--cpus-per-task", "--image", "-i", "--mounts", "-m", "--exclude", "-x", "--preflight",
            "--no-preflight", "--signal-seconds"}  # fmt: skip
 SLURM = {"--stage", "--time", "-t", "--partition", "-p", "--account", "-A", "--qos", "--constraint", "-C", "--reservation",
-         "--mail-user", "--mail-type", "--cpu-bind", "--srun-args", "--sbatch-args", "--dry-run"}  # fmt: skip
+         "--mail-user", "--mail-type", "--cpu-bind", "--srun-args", "--sbatch-args", "--dry-run", "--local-folder"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 config is checked here, on the login node, before anything is queued.
 """
 
-import math
 import os
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any
 
 from ingot.config.recipes import check_recipe
 from ingot.launch.agent.failure import NODE_KINDS
+from ingot.launch.measured_times import read_times
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec, make_spec
@@ -19,12 +19,8 @@ from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.plurals import count_of
 from ingot.report.trackers.registry import check_logins
-from ingot.storage.json_lines import read_json_lines
-from ingot.training.runtime.run_files import METRICS
 
 MAX_STRIKES = 2  # a node is excluded after this many failures of its own
-TAIL_BYTES = 1_000_000  # of the metrics: about a thousand rows
-SIGNAL_SECONDS = 180  # where no save has been measured yet
 
 
 def training_spec(
@@ -39,8 +35,9 @@ def training_spec(
                "arguments": [*(["--dialect", dialect] if dialect else []), "--", *arguments]}  # fmt: skip
     values.setdefault("name", _job_name(config.name))
     if "signal_seconds" not in values:
-        values["signal_seconds"], why = signal_seconds(run)
-        notes.append(f"the job saves {values['signal_seconds']} s before its time limit ({why})")
+        times = read_times(run)
+        values["signal_seconds"] = times.signal_seconds
+        notes.append(f"the job saves {times.signal_seconds} s before its time limit ({times.why})")
     notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
     check_logins(config.loggers, [*spec.secrets, *(os.environ if inherits_env else ())], has_home=not spec.image)
@@ -49,6 +46,8 @@ def training_spec(
     layout, why = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), node=spec.processes)
     nodes = f"{count_of(spec.nodes, 'node')} x {count_of(spec.processes, 'process', 'es')}"
     notes.append(f"layout: {nodes}, {layout} ({why})")
+    if config.max_wall_time is not None and spec.chain > 1:
+        notes.append(f"max_wall_time={config.max_wall_time} ends the whole launch, not one job of the chain")
     return spec, notes
 
 
@@ -76,17 +75,6 @@ def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     profile = find_profile(values["profile"])
     values.setdefault("gpus_per_node", profile.gpus_per_node)
     return values, notes
-
-
-def signal_seconds(run: Path) -> tuple[int, str]:
-    """How long before the limit to ask: twice a save and a step, as measured in this run, and a minute for Slurm."""
-    save = step = 0.0
-    for row in read_json_lines(run / METRICS, TAIL_BYTES):
-        save = max(save, row.get("checkpoint/write_seconds", 0.0) + row.get("checkpoint/stall_seconds", 0.0))
-        step = max(step, 1 / row["throughput/batches_per_sec"] if row.get("throughput/batches_per_sec") else 0.0)
-    if not save:
-        return SIGNAL_SECONDS, "no save of this run has been measured yet"
-    return 60 + math.ceil(2 * (save + step)), f"a save took {save:.1f} s, a step {step:.1f} s"
 
 
 def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:

@@ -58,11 +58,16 @@ OWN_SLURM_OPTION = re.compile(
     r"|cpu-bind|mail-user|mail-type|chdir|export|wrap|dependency)(?:=|$)"
 )
 
+HETEROGENEOUS = re.compile(r":|(?:--)?(?:het|pack)job|--(?:het|pack)-group(?:=.*)?")
+
 
 def _slurm_options(values: list[str]) -> list[str]:
     """`--mpi pmix --x` as `--mpi=pmix` and `--x`, each of which is safe on a line of the script."""
     found: list[str] = []
     for word in (word for value in values for word in shlex.split(value)):
+        if HETEROGENEOUS.fullmatch(word):
+            raise ValueError(f"{word!r} makes a heterogeneous job; all nodes of a run are alike: use --constraint to "
+                             "choose them, and one launch per kind of node")  # fmt: skip
         if OWN_SLURM_OPTION.match(word):
             raise ValueError(f"{word.partition('=')[0]} is set by ingot; see `ingot launch slurm --help`")
         if re.fullmatch("--" + PLAIN.pattern, word):
@@ -112,6 +117,8 @@ class LaunchSpec(Section):
     """The run folder, which all nodes see under the same path; for prepare, a folder inside the output folder."""
     workdir: AbsolutePath
     """Where the command was given: relative paths in its arguments mean the same on the nodes."""
+    local_folder: bool = False
+    """Accept a run folder on a disk of this machine: the nodes see it under the same path."""
     nodes: int = Field(1, ge=1, le=100_000, json_schema_extra=_flags("--nodes", "-N"))
     """Number of nodes; for prepare, of jobs, each on its own node."""
     spares: int = Field(0, ge=0)

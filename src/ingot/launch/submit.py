@@ -1,27 +1,31 @@
 """Submitting a run to its back end, for the first time or again."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
 from ingot.launch.agent.node_agent import read_secret
-from ingot.launch.build_spec import signal_seconds, strikes
+from ingot.launch.build_spec import strikes
 from ingot.launch.image import expected_sum
 from ingot.launch.kubernetes import kubectl, objects
-from ingot.launch.monitor.job_states import job_states
+from ingot.launch.measured_times import read_times
+from ingot.launch.monitor.job_states import has_ended, job_states
+from ingot.launch.monitor.owner import living_owner
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.commands import cancel, submit
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor.failure_log import mark_start
-from ingot.training.runtime.run_files import FINISHED
+from ingot.launch.supervisor.records import Launched
+from ingot.launch.supervisor.state_file import StateFile, now
+from ingot.training.runtime.run_files import FAILURES, FINISHED
 
 
 def submit_to_slurm(spec: LaunchSpec) -> str:
-    """Queue a run; refused while an earlier job of it is still queued or running, or cannot be asked about. Returns the
-    job id, or several separated by commas."""
+    """Queue a run; refused while an earlier job of it is queued or running, or cannot be asked about. Returns the job
+    id, or several separated by commas."""
     run = Path(spec.run_folder)
     launch = LaunchFolder(run)
     with _only_job(launch):
@@ -32,21 +36,16 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
         # a container sees no home folder: secrets from there travel with the job's environment
         hidden = {name: read_secret(name) for name in spec.secrets} if spec.image else {}
         leftovers = [*launch.leftovers(), *([run / FINISHED] if spec.verb == "prepare" else [])]
-        before = {path: path.read_text(encoding="utf-8") for path in leftovers if path.exists()}
-        for path in before:  # first: the job may start at once
-            path.unlink()
-        mark_start(run)
         ids: list[str] = []
-        try:
-            for script in scripts:
-                after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-                ids.append(submit(script, after, hidden))
-        except IngotError:
-            for job in ids:
-                cancel(job)
-            for path, text in before.items():
-                path.write_text(text, encoding="utf-8")
-            raise
+        with _recorded(spec, leftovers):  # first: the job may start at once
+            try:
+                for script in scripts:
+                    after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
+                    ids.append(submit(script, after, hidden))
+            except IngotError:
+                for job in ids:
+                    cancel(job)
+                raise
         for job in ids:
             launch.add_job("slurm", job)
     return ",".join(ids)
@@ -86,14 +85,44 @@ def _only_job(launch: LaunchFolder) -> Iterator[None]:
             raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; {gone}")
         if living := [str(job) for job in states if job.is_living]:
             raise ConfigError(f"{run} already has a job: {living[0]}; end it first with `ingot stop --now {run}`")
+        owner = living_owner(run)
+        if owner is not None and not (owner.job and has_ended(owner.job)):  # the next job deals with an orphan
+            then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"
+            raise ConfigError(f"{run} is in use by {owner}; {then}")
         yield
+
+
+@contextmanager
+def _recorded(spec: LaunchSpec, leftovers: Sequence[Path]) -> Iterator[None]:
+    """Note that a user starts the run, and remove what would end it again. If it cannot be submitted, all is as
+    before."""
+    run = Path(spec.run_folder)
+    state = StateFile(LaunchFolder(run).path)
+    changed = [*leftovers, state.path, run / FAILURES]
+    before = {path: path.read_bytes() if path.exists() else None for path in changed}
+    try:
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        mark_start(run)
+        record = Launched(time=now(), launch=objects.new_launch_id(), back_end="slurm", nodes=spec.nodes,
+                          spares=spec.spares, chain=spec.chain)  # fmt: skip
+        if not state.append(record):
+            raise ConfigError(f"cannot write {state.path}: is its disk full?")
+        yield
+    except BaseException:
+        for path, content in before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(content)
+        raise
 
 
 def spec_to_resume(run: Path) -> tuple[LaunchSpec, str]:
     """The spec of a launched run, without the nodes that have failed since, and the back end that it ran on."""
     launch = LaunchFolder(run)
     spec, jobs = read_spec(launch.spec_file), launch.jobs()
-    seconds, _ = signal_seconds(run)
+    seconds = read_times(run).signal_seconds
     exclude = sorted({*spec.exclude, *strikes(run)})
     changes = {"exclude": exclude, **({"signal_seconds": seconds} if spec.verb == "train" else {})}
     return spec.model_copy(update=changes), jobs[-1].back_end if jobs else "slurm"

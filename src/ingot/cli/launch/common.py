@@ -19,14 +19,14 @@ LOCAL = {*_EVERYWHERE, "gpus_per_node", "processes_per_node"}
 KUBERNETES = {*LOCAL, *_ON_CLUSTERS, "namespace", "queue", "secret_name", "restarts"}
 _QUEUE = ["time", "partition", "account", "qos", "constraint", "reservation", "mail_user", "mail_type", "cpu_bind",
           "srun_args", "sbatch_args"]  # fmt: skip
-SLURM_PREPARE = {*_ON_CLUSTERS, "stage", *_QUEUE}
+SLURM_PREPARE = {*_ON_CLUSTERS, "stage", "local_folder", *_QUEUE}
 SLURM = {*LOCAL, *SLURM_PREPARE, "chain", "spares"}
 
 PANELS = {
     "Nodes and processes": ["nodes", "spares", "gpus_per_node", "processes_per_node", "cpus_per_task", "exclude",
                             "preflight"],
     "Container and environment": ["image", "stage", "mounts", "env", "secrets", "secret_name"],
-    "Queue": [*_QUEUE, "chain", "signal_seconds", "namespace", "queue", "restarts"],
+    "Queue": [*_QUEUE, "chain", "signal_seconds", "local_folder", "namespace", "queue", "restarts"],
     "Spellings of other stacks": ["config", "updates", "dialect", "supplied", "pick"],
 }  # fmt: skip
 

@@ -6,12 +6,13 @@ from typing import Any
 import typer
 
 from ingot.cli.commands import OptionCommand
-from ingot.cli.launch.common import PANELS, SLURM, Arguments, DryRun, RunOptions, make_training_spec
+from ingot.cli.launch.common import PANELS, SLURM, Arguments, DryRun, RunOptions, make_training_spec, print_notes
 from ingot.cli.options import options_from
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import submit_to_slurm
+from ingot.launch.submit_checks import check_submission
 
 app = typer.Typer(add_completion=False)
 
@@ -44,7 +45,8 @@ def slurm(arguments: Arguments = None, dry_run: DryRun = False, **options: Any) 
 
 
 def submit(spec: LaunchSpec, dry_run: bool) -> None:
-    """Submit a run, or print its scripts and spec."""
+    """Submit a run, or print its scripts and spec; refused if it cannot work."""
+    print_notes(check_submission(spec))
     if dry_run:
         print(*render_scripts(spec).values(), sep="\n")
         print(f"# {LaunchFolder(Path(spec.run_folder)).spec_file}\n{spec.model_dump_json(indent=1)}")

@@ -5,8 +5,10 @@ All jobs that were ever launched into the folder count, not only the last: one t
 """
 
 import contextlib
+import getpass
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from ingot.errors import IngotError
 from ingot.launch.kubernetes import kubectl
+from ingot.launch.monitor.owner import start_ticks
 from ingot.launch.protocol import Job, LaunchFolder
 from ingot.launch.slurm import commands as slurm
 from ingot.launch.slurm.queue import belongs_to, explain, queued_jobs
@@ -55,6 +58,12 @@ def is_living(state: str) -> bool:
     return state not in ENDED
 
 
+def has_ended(job: str) -> bool:
+    """Whether Slurm says that a job has ended, or that it does not know it."""
+    found = queued_jobs([job])
+    return found is not None and not any(is_living(each.state) for each in found)
+
+
 def launched_verb(run: Path) -> str:
     """What was launched from a folder: train, prepare, or nothing."""
     path = LaunchFolder(run).spec_file
@@ -80,7 +89,9 @@ def stop_run(run: Path, now: bool) -> str:
     done."""
     if (run / FINISHED).exists():
         return f"{run} has finished already"
-    (run / STOP).touch()  # keeps the rest of a chain from starting, too
+    asked = datetime.now().astimezone().isoformat(timespec="seconds")
+    # keeps the rest of a chain from starting, too
+    (run / STOP).write_text(f"{getpass.getuser()}@{socket.gethostname()}, {asked}\n", encoding="utf-8")
     if now or launched_verb(run) == "prepare":  # a preparation loses only the pieces that it is working on
         return f"{run}: {end_jobs(run)}"
     return f"asked {run} to save and stop after its current step"
@@ -141,13 +152,14 @@ def _end(job: Job) -> None:
 def _is_launcher(job: Job) -> bool:
     """Whether a process of this machine is still the launcher that was started under this number, and not a later one
     that has got the same number."""
-    folder = Path("/proc") / job.id
     try:
-        words = (folder / "cmdline").read_bytes().split(b"\0")
-        ticks = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+        words = Path(f"/proc/{int(job.id)}/cmdline").read_bytes().split(b"\0")
         age = (datetime.now() - datetime.fromisoformat(job.time)).total_seconds()
     except (OSError, ValueError):
         return False
-    older_by = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") - age  # than the line
+    ticks = start_ticks(int(job.id))
+    if ticks is None:
+        return False
+    older_by = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") - age  # than the line
     is_ours = b"launch" in words and bool({b"local", b"resume"} & set(words))
     return is_ours and -_CLOCK_SECONDS <= older_by <= _ENTRY_SECONDS
