@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,17 @@ def test_batches_do_not_depend_on_how_far_ahead_they_are_prepared(dataset: Datas
     plain = take(BatchLoader(dataset, 5, seed=1, shuffle=True), 30)
     ahead = take(BatchLoader(dataset, 5, seed=1, shuffle=True, prefetch=prefetch), 30)
     assert all((a.tokens == b.tokens).all() for a, b in zip(plain, ahead, strict=True))
+
+
+def test_no_more_batches_are_prepared_ahead_than_asked(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared, gather = [], dataset.gather
+    monkeypatch.setattr(dataset, "gather", lambda ids: (prepared.append(1), gather(ids))[1])
+    batches = BatchLoader(dataset, 5, seed=1, shuffle=True, prefetch=3).batches()
+    for taken in range(1, 4):
+        next(batches)
+        time.sleep(0.05)  # long enough for hundreds of them
+        assert taken <= len(prepared) <= taken + 3
+    batches.close()
 
 
 def test_without_shuffling_batches_are_consecutive(dataset: Dataset) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.cli.main import app
 from ingot.errors import IngotError
+from ingot.evaluation.core.run import score_core
 from ingot.evaluation.tasks.task_files import tasks_from_yaml
 
 # label: file, type, examples, percent of a random guess, delimiter
@@ -140,6 +141,18 @@ def test_the_table_ends_in_core_and_the_scores_are_kept(work: Path) -> None:
     stored = json.loads((work / "run" / "evaluations" / "4-core.json").read_text())
     assert f"{stored['metrics']['core_metric']:.4f}" in done.stdout.strip().splitlines()[-1]
     assert len(stored["tasks"][0]["judged"]) == 16 and "\n\n" in stored["tasks"][0]["judged"][0]["prompt"]
+
+
+def test_the_progress_counts_prompts_with_their_examples_through_all_tasks(work: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    score_core(work / "run", work / "bundle", "nanochat", 12, "cpu", print, lambda *state: seen.append(state))
+    labels, done, totals = zip(*seen, strict=True)
+    assert list(dict.fromkeys(labels)) == list(TASKS)
+    weights = [12 * (1 + examples) for _, _, examples, _, _ in TASKS.values()]
+    assert set(totals) == {sum(weights)} and list(done) == sorted(done)
+    for number, label in enumerate(TASKS):  # less than all of it where prompts share what is computed once
+        before, after = sum(weights[:number]), sum(weights[: number + 1])
+        assert all(before < at <= after for name, at, _ in seen if name == label)
 
 
 def test_dclm_prompts_are_those_of_the_task_list(work: Path) -> None:

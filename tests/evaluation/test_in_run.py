@@ -19,6 +19,8 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError, DataError, IngotError
 from ingot.report.metrics_file import read_rows
+from ingot.training.listener import RunListener
+from ingot.training.trainer import train as train_run
 
 ALIBI = [*TINY, "model.positions=alibi", "icl_seq_len=192"]
 KINDS = {"lm": "language_modeling", "mc": "multiple_choice", "schema": "schema", "gen": "question_answering"}
@@ -103,6 +105,26 @@ def test_several_validation_sets_are_named_by_their_labels(data: Path, tmp_path:
     single = run(data, tmp_path / "single", "eval_interval=6ba")
     last = single[-1]["metrics/eval/LanguageCrossEntropy"]
     assert last == rows[-1]["metrics/eval/unseen/LanguageCrossEntropy"]
+
+
+def test_the_progress_of_an_evaluation_goes_on_through_all_that_is_evaluated(
+    data: Path, tasks: Path, tmp_path: Path
+) -> None:
+    sets = [f"data.eval.{label}={{path: {data}, split: val, shuffle: false}}" for label in ("one", "two")]
+    reports: list[tuple[str, int, int]] = []
+
+    class Recorder(RunListener):
+        def evaluating(self, what: str, done: int, total: int) -> None:
+            reports.append((what, done, total))
+
+    given = ["data.eval=null", *sets, f"eval.tasks={tasks}/tasks.yaml", "max_duration=1ba"]
+    train_run(load_config(RunConfig, [*ALIBI, f"data={data}", f"save_folder={tmp_path}/run", *given]), Recorder())
+    names = list(dict.fromkeys(name for name, _, _ in reports))
+    assert names[:2] == ["one", "two"] and len(names) == 2 + len(KINDS) + 1  # two categories of lm
+    done, (total,) = [done for _, done, _ in reports], {total for _, _, total in reports}
+    assert done == sorted(done) and 0 == done[0] < done[-1] == total
+    one, two = ([done for name, done, _ in reports if name == label] for label in ("one", "two"))
+    assert one[-1] < two[0] and two == [done + two[0] for done in one]
 
 
 @pytest.mark.slow

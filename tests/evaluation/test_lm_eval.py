@@ -166,6 +166,19 @@ def test_the_batch_size_changes_no_score(small: Work) -> None:
     np.testing.assert_allclose([x for x, _ in sizes["auto"]], [x for x, _ in sizes["2"]], atol=1e-5)
 
 
+def test_texts_are_tokenized_ahead_in_batches(small: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [request_for("loglikelihood", context, " is hot!") for context in ("the iron", "gold", "the iron")]
+    model = IngotLM(small.hf, device="cpu")
+    expected = model.loglikelihood(requests)
+
+    def one_by_one(*arguments: object, **options: object) -> list[int]:
+        raise AssertionError("a text was tokenized alone")
+
+    monkeypatch.setattr(Tokenizer, "encode", one_by_one)
+    assert model.loglikelihood(requests) == expected
+    assert not model._encoded  # nothing is kept after the requests
+
+
 def ingot_eval(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
 

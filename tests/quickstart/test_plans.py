@@ -1,6 +1,7 @@
 """What quickstart decides follows from the text, the time and the measured speed, and says why."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,23 @@ def test_little_text_is_not_repeated_without_end_and_little_time_is_not_measured
     assert any("8 passes over the text" in reason for reason in made.reasons)
     trials, measure = machine(1e15)
     assert keys(plan_model(CORPUS, 1, measure).arguments)["max_duration"] == "20ba" and not trials
+
+
+def test_warmup_checks_and_learning_rate_follow_from_steps_and_width() -> None:
+    for flops in (2e10, 1e13):
+        _, measure = machine(flops)
+        chosen = keys(plan_model(CORPUS, 600, measure).arguments)
+        steps, width = int(chosen["max_duration"][:-2]), int(chosen["model.d_model"])
+        assert chosen["scheduler.t_warmup"] == f"{steps // 10}ba"
+        assert chosen["eval_interval"] == chosen["save_interval"] == f"{steps // 4}ba"
+        assert float(chosen["optimizer.lr"]) == pytest.approx(min(5e-3, 0.6 / width), rel=0.05)
+
+
+@pytest.mark.parametrize(("val_tokens", "batches"), [(60_000, None), (60_001, "29")])
+def test_an_evaluation_reads_at_most_60000_tokens(val_tokens: int, batches: str | None) -> None:
+    corpus = replace(CORPUS, val_tokens=val_tokens)
+    chosen = keys(plan_model(corpus, 60, machine(1e11)[1]).arguments)
+    assert chosen.get("eval_subset_num_batches") == batches  # of 8 sequences of 256 tokens
 
 
 def test_less_than_a_sequence_of_text_is_refused() -> None:

@@ -30,6 +30,7 @@ def test_runs_lists_each_run_within_80_columns(ingot_here: Ingot, runs: Path, mo
     monkeypatch.setenv("COLUMNS", "80")
     lines = ingot_here("runs", str(runs)).stdout.splitlines()
     assert len(lines) == 3 and all(len(line) <= 80 for line in lines)
+    assert lines[0].split() == ["run", "state", "step", "loss", "tok/s", "checkpoint", "age"]
     assert lines[1].split()[:5] == ["a", "finished", "2", "2.0000", "2,000,000"]
 
 

@@ -179,6 +179,16 @@ def test_fp16_leaves_the_weights_alone_when_a_gradient_overflows_and_halves_the_
     assert step.scaler.state_dict() == {"scale": 1024.0, "calm_steps": 1}
 
 
+def test_a_loss_scale_goes_on_from_its_state() -> None:
+    scaler, restored = (LossScale(CPU, enabled=True) for _ in range(2))
+    for overflow in (1.0, 0.0, 0.0):
+        scaler.update(torch.tensor(overflow))
+    restored.load_state_dict(scaler.state_dict())
+    assert restored.state_dict() == scaler.state_dict() == {"scale": 32768.0, "calm_steps": 2}
+    restored.load_state_dict({})  # of a run in another precision
+    assert restored.state_dict() == scaler.state_dict()
+
+
 def test_fp16_gives_the_norm_and_the_update_of_fp32_nearly() -> None:
     batch = make_batch(False)
     exact = make_step(4).run(batch)

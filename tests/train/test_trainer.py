@@ -13,6 +13,7 @@ from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.errors import NumericError
 from ingot.training import testing
+from ingot.training.guards import CorruptReplica
 from ingot.training.listener import RunListener
 from ingot.training.trainer import Trainer, train
 
@@ -65,3 +66,21 @@ def test_a_rollback_before_the_first_checkpoint_ends_the_run(tiny: list[str], mo
     monkeypatch.setattr(testing, "_wrapper", strike(2))
     with pytest.raises(NumericError, match="at batch 2 and there is no checkpoint yet to go back to"):
         train(load_config(RunConfig, [*tiny, "guards.non_finite=rollback"]), RunListener())
+
+
+def test_replicas_are_compared_at_the_interval_and_a_difference_ends_the_run(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That real replicas are compared is in tests/faults."""
+
+    def wrapper(trainer: Trainer, batch: Any, step: Callable[[Any], Any]) -> Any:
+        cast(Any, trainer.executor).differing_replicas = lambda: ([1], "wte.weight")
+        return step(batch)
+
+    monkeypatch.setattr(testing, "_wrapper", wrapper)
+    assert train(load_config(RunConfig, [*tiny, "max_duration=4ba"]), RunListener()).batches == 4
+    with pytest.raises(CorruptReplica, match="after batch 3, weights differ from their replicas on rank 1"):
+        train(
+            load_config(RunConfig, [*tiny, f"save_folder={tmp_path}/again", "guards.checksum_interval=3ba"]),
+            RunListener(),
+        )

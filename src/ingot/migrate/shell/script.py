@@ -80,7 +80,7 @@ def arguments_of_run(evaluator: Evaluator, path: Path, pick: int | None) -> Scri
             raise ConfigError(f"{path}: --pick {pick}: no run begins in this line; lines of runs: {known}")
     if not runs:
         raise ConfigError(f"{path}: no command that trains is found; {INSTEAD}")
-    run = _only(runs, path)
+    run = _only(runs)
     checked = check(run.arguments, run.at)
     filled = [f"{name}={value} (line {at.rpartition(':')[2]})" for name, (at, value) in evaluator.defaults.items()]
     notes = [f"{path}: its own defaults stand for variables that are not set: {', '.join(filled)}; "
@@ -127,7 +127,7 @@ def _is_program(word: Text, pattern: re.Pattern[str]) -> bool:
     return bool(pattern.search(shown(word)) and pattern.search("/" + known.lstrip("/")) and not re.search(r"\s", known))
 
 
-def _only(runs: list[Run], path: Path) -> Run:
+def _only(runs: list[Run]) -> Run:
     """The one run; several are one if they pass the same arguments."""
     different: list[Run] = []
     for run in runs:
