@@ -22,7 +22,7 @@ from ingot.launch.agent import hang_diagnosis, node_agent
 from ingot.launch.agent.attempt import run_attempt
 from ingot.launch.agent.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.agent.local_ranks import Node
-from ingot.launch.agent.rank_group import _own_folder
+from ingot.launch.agent.rank_group import own_folder
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor.restart_policy import decide_restart
 from ingot.training.runtime.heartbeat import Beat
@@ -166,6 +166,6 @@ def test_a_folder_that_another_launcher_removed_as_a_leftover_is_made_again(
         plain(lock, how)
 
     monkeypatch.setattr(fcntl, "flock", lose_once)
-    with _own_folder() as folder:
+    with own_folder() as folder:
         assert folder.is_dir() and folder != removed[0]
     assert list(tmp_path.iterdir()) == []

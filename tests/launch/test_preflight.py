@@ -20,6 +20,7 @@ from ingot.errors import EXIT_FAULT
 from ingot.launch.agent import node_agent
 from ingot.launch.agent.node_agent import NodeAgent
 from ingot.launch.preflight.diagnosis import (
+    PreflightResult,
     Problem,
     classify_nodes,
     clock_offsets,
@@ -31,7 +32,7 @@ from ingot.launch.preflight.diagnosis import (
     wrong_clocks,
 )
 from ingot.launch.preflight.doctor import check_nodes
-from ingot.launch.preflight.node_checks import gpu_problem, nvlink_problem, resolve
+from ingot.launch.preflight.node_checks import files_problem, gpu_problem, nvlink_problem, resolve
 from ingot.launch.preflight.preflight import Preflight, StopSignal
 from ingot.launch.protocol import NODES_VARIABLE
 from ingot.launch.spec import LaunchSpec, read_spec
@@ -100,7 +101,7 @@ def test_a_node_with_other_code_is_named(cluster: Cluster, tmp_path: Path) -> No
 
 def test_a_clock_half_a_minute_ahead_is_named(cluster: Cluster, tmp_path: Path) -> None:
     """F29."""
-    done = doctor(cluster, tmp_path, node="n2", kind="clock")
+    done = doctor(cluster, tmp_path, nodes=3, node="n2", kind="clock")
     assert done.returncode and re.search(r"FAIL  n2: the clock is (29|3\d)\.\d s ahead", done.stdout), done.stdout
 
 
@@ -174,11 +175,33 @@ def test_what_fails_everywhere_is_not_a_nodes_fault() -> None:
     assert failed_checks({"a": {"disk": "full"}, "b": {"disk": "full"}}) == [Problem("every node: full")]
 
 
-def test_the_majority_is_right_and_of_two_the_first() -> None:
+def test_the_majority_is_right_and_of_two_nobody_is_blamed() -> None:
     assert [p.host for p in nodes_that_differ({"a": {"torch": "1"}, "b": {"torch": "2"}, "c": {"torch": "2"}})] == ["a"]
-    assert [p.host for p in nodes_that_differ({"a": {"torch": "1"}, "b": {"torch": "2"}})] == ["b"]
-    (problem,) = nodes_that_differ({"a": {"FI_X": "1"}, "b": {}})
+    (problem,) = nodes_that_differ({"a": {"FI_X": "1"}, "b": {}, "c": {"FI_X": "1"}})
     assert problem.message == "b: FI_X is not set here and 1 elsewhere"
+    (problem,) = nodes_that_differ({"a": {"torch": "1"}, "b": {"torch": "2"}})
+    assert (problem.host, problem.suspects) == ("", ("a", "b")) and "1 on a, 2 on b" in problem.message
+    (problem,) = nodes_that_differ({name: {"torch": "12"[name > "b"]} for name in "abcd"})
+    assert problem.suspects == ("a", "b", "c", "d")
+    assert PreflightResult([problem]).bad_nodes == ["d"]  # to find out; it is not blamed
+
+
+def test_of_two_clocks_neither_is_wrong() -> None:
+    (problem,) = wrong_clocks({"a": 0.0, "b": 30.0}).problems
+    assert (problem.host, problem.suspects) == ("", ("a", "b")) and "differ by 30.0 s" in problem.message
+    assert wrong_clocks({"a": 0.0, "b": 5.0}).notes and not wrong_clocks({"a": 0.0}).problems
+
+
+def test_one_node_that_cannot_see_the_data_decides_nothing() -> None:
+    (problem,) = failed_checks({"a": {"data": "no index"}})
+    assert (problem.host, problem.kind, problem.suspects) == ("", "data", ("a",))
+    assert PreflightResult([problem]).bad_nodes == []
+
+
+def test_descriptors_are_counted_by_the_ranks_that_connect_to_the_first() -> None:
+    assert files_problem(1024, 1, False) == "" == files_problem(41_984, 8192, False)
+    assert "a process may open 4,096 files and rank 0 of 8,192 ranks needs 41,984" in files_problem(4096, 8192, False)
+    assert "RDMA needs 8,192" in files_problem(4096, 8, True)
 
 
 def seen(clocks: list[float], arrivals: list[float]) -> dict[str, dict[str, tuple[float, bool]]]:
@@ -195,7 +218,7 @@ def seen(clocks: list[float], arrivals: list[float]) -> dict[str, dict[str, tupl
 @pytest.mark.parametrize("arrivals", [[0, 0, 0], [0, 5, 9], [9, 5, 0], [5, 0, 9], [5, 9, 0]])
 def test_clocks_are_compared_whoever_comes_first(arrivals: list[float]) -> None:
     assert clock_offsets(seen([0, 30, 0], arrivals))["n1"] == pytest.approx(30, abs=0.05)
-    found = wrong_clocks(seen([-30, 0, 2], arrivals))
+    found = wrong_clocks(clock_offsets(seen([-30, 0, 2], arrivals)))
     assert [p.host for p in found.problems] == ["n0"] and "behind" in found.problems[0].message
     assert len(found.notes) == 1 and found.notes[0].startswith("n2: the clock is 2.0 s ahead")
 
@@ -218,7 +241,7 @@ def test_the_search_finds_a_node_that_cannot_talk(count: int, place: int) -> Non
         rounds.append({group: bad not in group or len(group) == 1 for group in groups})
     (problem,) = failing_nodes(hosts, rounds, "reset")
     if count == 2:
-        assert "unknown which node" in problem.message and problem.host == "n1"
+        assert "unknown which node" in problem.message and (problem.host, problem.suspects) == ("", ("n0", "n1"))
     else:
         assert problem.host == bad and classify_nodes(rounds) == (set(hosts) - {bad}, {bad})
         assert len(rounds) <= 5

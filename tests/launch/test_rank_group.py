@@ -71,7 +71,7 @@ time.sleep(60)
     group = start(script, 3)
     wait_for(lambda: len(group.codes()) == 2)
     found = group.evidence()
-    assert [(rank.exit_code, rank.kind) for rank in found.ranks] == [(None, ""), (-9, "machine"), (1, "device")]
+    assert [(rank.exit_code, rank.kind) for rank in found.ranks] == [(None, ""), (-9, ""), (1, "device")]
     assert "uncorrectable ECC" in found.ranks[2].message and found.ranks[2].time > 0 and found.boot_id
     assert group.kill() == () and len(group.codes()) == 3
 
@@ -149,7 +149,7 @@ if 'RANK' in os.environ:
     os._exit(exit_code_of(fail))
 """
     (tmp_path / "sitecustomize.py").write_text(script)
-    monkeypatch.setattr(RankGroup.kill, "__defaults__", (0.5,))
+    monkeypatch.setattr(RankGroup.close, "__defaults__", (0.5,))
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     outcome = run_attempt(["train"], Node(2, 2), tmp_path / "logs", "1", env=env)
     assert outcome.failure is not None and "the cause" in outcome.failure.message and outcome.rank == 0

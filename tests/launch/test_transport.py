@@ -90,6 +90,7 @@ def test_two_processes_of_which_one_falls_back_are_ended_and_the_node_is_named(
     assert (outcome.rank, outcome.failure.kind, outcome.failure.is_consequence) == (1, "transport", False)
     assert outcome.failure.message.startswith(f"{node_name()}: NCCL must use efa and its log says socket")
     assert not (tmp_path / "logs" / "nccl-0.log").exists()  # gloo writes none
+    assert "Using network Socket" in (tmp_path / "logs" / "nccl-1.log").read_text()
 
 
 def test_it_counts_as_the_nodes_fault_and_gets_another_attempt(tmp_path: Path) -> None:

@@ -42,11 +42,12 @@ Files of the run folder that the launcher uses (names in `training/runtime/run_f
 | STOP | `ingot stop`, or by hand | ranks, node agents, job script | save and stop |
 | FINISHED | rank 0 | job script, status, node agents | the run is complete |
 | failures.jsonl | node agents, `ingot train` | node agents, status | a line per start and per failure |
-| logs/ATTEMPT/rank-R.log, stacks-R.txt, nccl-R.log | ranks | logs, hang diagnosis, transport check | output of rank R |
+| logs/ATTEMPT/rank-R.log | ranks | logs | output of rank R |
+| logs/ATTEMPT/stacks-R.txt, nccl-R.log | node agent | people | of a failed attempt, what ranks wrote about themselves |
 | checkpoints/STEP/manifest.json | rank 0 | job script, restart policy | progress |
 
 Files of a temporary folder on each node, ingot-launch-*/, which ends with the attempt: `lock` (held while its owner
-lives), `beat-R` (heartbeat of rank R) and `R` (why rank R failed, JSON).
+lives), `beat-R` (heartbeat of rank R), `R` (why rank R failed, JSON), `stacks-R.txt` and `nccl-R.log`.
 
 Environment variables (those that ranks read are named where they are read, in `parallel`, `training/runtime` and
 `agent/failure.py`, which do not depend on the launcher):

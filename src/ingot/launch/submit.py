@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
-from ingot.launch.agent.node_agent import read_secret
+from ingot.launch.agent.environment import read_secret
 from ingot.launch.build_spec import strikes
 from ingot.launch.image import expected_sum
 from ingot.launch.kubernetes import kubectl, objects

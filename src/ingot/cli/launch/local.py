@@ -9,8 +9,8 @@ import typer
 from ingot.cli.commands import OptionCommand
 from ingot.cli.launch.common import LOCAL, PANELS, Arguments, DryRun, RunOptions, make_training_spec
 from ingot.cli.options import options_from
+from ingot.launch.agent.environment import launch_variables
 from ingot.launch.agent.local_ranks import Node, count_gpus
-from ingot.launch.agent.node_agent import NodeAgent
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import register_local
 from ingot.launch.supervisor.local import run_processes
@@ -41,7 +41,7 @@ def run_here(spec: LaunchSpec, dry_run: bool) -> None:
         return
     register_local(spec)
     run = Path(spec.run_folder)
-    env = {**os.environ, **NodeAgent(spec, os.environ).variables()}
+    env = {**os.environ, **launch_variables(spec)}
     os.chdir(spec.workdir)  # `resume` may be run from another folder
     node = Node(spec.processes, spec.processes)
     raise typer.Exit(run_processes([spec.verb, *spec.arguments], node, run, env))

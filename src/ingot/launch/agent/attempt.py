@@ -120,7 +120,8 @@ def _find_hang(group: RankGroup) -> tuple[int, Failure] | None:
         return None
     living = group.living()
     beats = {rank: beat for rank, beat in group.beats().items() if rank in living}
-    found = explain_hang(living, beats, group.plan.logs)
+    found = explain_hang(living, beats, group.folder, group.plan.logs)
+    group.keep_stacks()
     after = group.beats()
     if all(after[rank] == beat for rank, beat in beats.items()):
         return found

@@ -119,8 +119,15 @@ def record_failure(message: str, exit_code: int, error: BaseException | None) ->
 
 def read_failure(path: Path, return_code: int) -> Failure:
     """What a rank wrote before it ended, or what its exit code says."""
+    if (failure := read_written(path)) is not None:
+        return failure
+    how = f"was killed by signal {-return_code}" if return_code < 0 else f"ended with exit code {return_code}"
+    return Failure(f"the process {how}", "machine", 1 if return_code < 0 else return_code, 0.0)
+
+
+def read_written(path: Path) -> Failure | None:
+    """What a rank wrote before it ended; None if it could not."""
     try:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        how = f"was killed by signal {-return_code}" if return_code < 0 else f"ended with exit code {return_code}"
-        return Failure(f"the process {how}", "machine", 1 if return_code < 0 else return_code, 0.0)
+        return None

@@ -20,11 +20,11 @@ COMM_TIMER = "ingot/parallel/executors/comm_timer.py"  # wraps every wait
 
 
 def explain_hang(
-    processes: Mapping[int, subprocess.Popen], beats: Mapping[int, Beat], logs: Path
+    processes: Mapping[int, subprocess.Popen], beats: Mapping[int, Beat], folder: Path, logs: Path
 ) -> tuple[int, Failure]:
     """Have all ranks dump their stacks, and find the rank that the others wait for."""
     stopped = [rank for rank, process in processes.items() if process_state(process.pid) == "T"]
-    stacks = dump_stacks(processes, logs)
+    stacks = dump_stacks(processes, folder)
     rank, why = (stopped[0], "it is stopped (SIGSTOP or a debugger)") if stopped else _find_culprit(stacks, beats)
     beat = beats.get(rank) or min(beats.values(), key=lambda b: b.at)
     message = (
@@ -33,14 +33,14 @@ def explain_hang(
     return rank, Failure(f"{message}; the stacks of all ranks are in {logs}/stacks-*.txt", "hang", EXIT_FAULT, 0.0)
 
 
-def dump_stacks(processes: Mapping[int, subprocess.Popen], logs: Path) -> dict[int, str]:
+def dump_stacks(processes: Mapping[int, subprocess.Popen], folder: Path) -> dict[int, str]:
     """What ranks write when asked for the stacks of their threads; empty for one that is stopped or cannot run."""
-    sizes = {rank: _size(logs / f"stacks-{rank}.txt") for rank in processes}
+    sizes = {rank: _size(folder / f"stacks-{rank}.txt") for rank in processes}
     for process in processes.values():
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGUSR1)
     time.sleep(DUMP_SECONDS)
-    return {rank: _tail(logs / f"stacks-{rank}.txt", size) for rank, size in sizes.items()}
+    return {rank: _tail(folder / f"stacks-{rank}.txt", size) for rank, size in sizes.items()}
 
 
 def _find_culprit(stacks: Mapping[int, str], beats: Mapping[int, Beat]) -> tuple[int, str]:

@@ -6,18 +6,16 @@ ended: the first node to fail writes the attempt's result, and the others see it
 import argparse
 import os
 import re
-import resource
 import signal
 import socket
-import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, ConfigError, DiskError, IngotError
 from ingot.launch.agent.attempt import Outcome, run_attempt
+from ingot.launch.agent.environment import enter_environment
 from ingot.launch.agent.failure import OTHER_NODE_FAILED, Failure
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.profiles import find_profile
@@ -128,12 +126,6 @@ class NodeAgent:
         result = Preflight(self.spec, self.attempt, self.rank, self.env).run(print_result)
         return result.exit_code if result.problems else 0
 
-    def variables(self) -> dict[str, str]:
-        """What the profile, the user and the secrets add to the environment."""
-        values = find_profile(self.spec.profile).variables | self.spec.env
-        values |= {"PYTHONUNBUFFERED": "1"}
-        return values | {name: read_secret(name) for name in self.spec.secrets}
-
     def _start(self, failures: list[dict]) -> int | None:
         """What comes before the ranks; the exit code if they must not start."""
         decision = decide_restart(failures)
@@ -143,9 +135,7 @@ class NodeAgent:
         return self._preflight() if self.spec.preflight else None
 
     def _enter_workdir(self) -> None:
-        self.env = {**self.env, **self.variables()}
-        os.chdir(self.spec.workdir)
-        _raise_limits()
+        self.env = enter_environment(self.spec, self.env)
 
     def _preflight(self) -> int | None:
         """Check whether the nodes are fit; the exit code if they are not, or if a stop was requested meanwhile."""
@@ -217,13 +207,6 @@ class NodeAgent:
         return 0 if code in (EXIT_FINISHED, EXIT_CONTINUE) else code
 
 
-def _raise_limits() -> None:
-    """Allow as many open files and as much locked memory (for RDMA) as this user may have."""
-    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
-        with suppress(ValueError, OSError):
-            resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
-
-
 def _wait_as_unusable_node(reason: str, spec: LaunchSpec | None) -> int:
     """This node cannot tell the others that it is unusable. It stays until they have found out: its exit would end
     them first."""
@@ -232,19 +215,6 @@ def _wait_as_unusable_node(reason: str, spec: LaunchSpec | None) -> int:
     print(f"{socket.gethostname()}: error: {reason}", file=sys.stderr, flush=True)
     time.sleep(2 * report_limit(spec))  # the others may start that much later; their exit ends this node's process
     return EXIT_FAULT
-
-
-def read_secret(name: str) -> str:
-    """A secret, from the environment or a file that only its owner can read."""
-    if name in os.environ:
-        return os.environ[name]
-    path = Path.home() / ".config" / "ingot" / "secrets" / name
-    try:
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise ConfigError(f"{path} can be read by others; run chmod 600 on it")
-        return path.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise ConfigError(f"the secret {name} is neither in the environment nor in {path}") from None
 
 
 if __name__ == "__main__":

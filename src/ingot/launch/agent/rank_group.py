@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from ingot.errors import EXIT_CONTINUE
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
-from ingot.launch.agent.failure import FAILURE_VARIABLE, Failure, read_failure
+from ingot.launch.agent.failure import FAILURE_VARIABLE, Failure, read_failure, read_written
 from ingot.launch.agent.hang_diagnosis import dump_stacks, innermost, process_state
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.node_state import NodeWatch
@@ -39,6 +39,7 @@ NO_FAILURE = (0, EXIT_CONTINUE)
 TEMPORARY, LOCK = "ingot-launch-", "lock"
 KILL_SECONDS = 10.0  # for killed ranks to disappear
 KILL_POLL_SECONDS = 0.02
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # before a fork: other threads may hold locks
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class RankGroup:
         self.plan, node = plan, plan.node
         self.processes: dict[int, subprocess.Popen] = {}
         plan.logs.mkdir(parents=True, exist_ok=True)
-        ranks = range(node.first_rank, node.first_rank + node.processes)
-        self.transport = TransportWatch(plan.transport, {rank: plan.logs / f"nccl-{rank}.log" for rank in ranks})
         self.watch = NodeWatch()
         self._closing = contextlib.ExitStack()
-        self.folder = self._closing.enter_context(_own_folder())
+        self.folder = self._closing.enter_context(own_folder())
+        ranks = range(node.first_rank, node.first_rank + node.processes)
+        self.transport = TransportWatch(plan.transport, {rank: self.folder / f"nccl-{rank}.log" for rank in ranks})
 
     def start(self, listener: socket.socket | None = None) -> None:
         """Start the ranks, each added to `processes` at once: if one cannot be started, `close` ends the others.
@@ -96,12 +97,11 @@ class RankGroup:
             "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(node.processes), "NODE_RANK": str(node.node_rank),
             "MASTER_ADDR": node.address, "MASTER_PORT": str(node.port),
             FAILURE_VARIABLE: str(self.folder / str(rank)), HEARTBEAT_VARIABLE: str(self._beat_file(rank)),
-            STACKS_VARIABLE: str(plan.logs / f"stacks-{rank}.txt"),
+            STACKS_VARIABLE: str(self.folder / f"stacks-{rank}.txt"),
         }  # fmt: skip
         if plan.epoch:
             env[EPOCH] = str(plan.epoch)
         if nccl_log := self.transport.unknown.get(rank):
-            nccl_log.unlink(missing_ok=True)  # of an earlier attempt
             env |= log_to(nccl_log)
         if ATTEMPT_VARIABLE in plan.env or plan.epoch:
             # in a job, the home folder is a shared one: kernels are cached on the node's disk
@@ -146,11 +146,11 @@ class RankGroup:
     def evidence(self, is_hang: bool = False) -> NodeEvidence:
         """All that is known of the ranks; of a hang, with the place where each is, which takes a second."""
         node = self.watch.look(self.plan.logs)
-        living, beats, codes, now = self.living(), self.beats(), self.codes(), time.monotonic()
+        living = self.living()
         states = {rank: process_state(process.pid) for rank, process in living.items()}
-        # stacks and logs of NCCL are in the run folder: one that does not answer must not hold up the rest
-        stacks = dump_stacks(living, self.plan.logs) if is_hang and not node.site else {}
-        wrong = self.transport.wrong() if not node.site else None
+        stacks = dump_stacks(living, self.folder) if is_hang else {}
+        beats, codes, now = self.beats(), self.codes(), time.monotonic()  # one that has moved on is late no more
+        wrong = self.transport.wrong()
         ranks = []
         for rank in self.processes:
             code, beat = codes.get(rank), beats.get(rank)
@@ -160,8 +160,7 @@ class RankGroup:
                 late = max(0.0, beat.late(now)) if rank in living else 0.0
                 found = replace(found, batch=beat.batch + 1, late_seconds=late, phase=beat.phase,
                                 world_collectives=beat.world_collectives, collectives=beat.collectives)  # fmt: skip
-            if code is not None and code not in NO_FAILURE:
-                failure = self.failure(rank, code)
+            if code is not None and (failure := read_written(self.folder / str(rank))) is not None:
                 found = replace(found, message=failure.message, kind=failure.kind, time=failure.time,
                                 fits=failure.fits)  # fmt: skip
             ranks.append(found)
@@ -175,6 +174,14 @@ class RankGroup:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    def keep_stacks(self) -> None:
+        """Copy what ranks wrote about their stacks, or NCCL about its choice, next to their logs."""
+        for name in (text for rank in self.processes for text in (f"stacks-{rank}.txt", f"nccl-{rank}.log")):
+            with contextlib.suppress(OSError):
+                (self.plan.logs / name).unlink(missing_ok=True)  # of an earlier attempt
+                if (self.folder / name).stat().st_size:
+                    shutil.copyfile(self.folder / name, self.plan.logs / name)
+
     def kill(self, seconds: float = KILL_SECONDS) -> tuple[int, ...]:
         """Kill what still runs: without its peers it cannot finish a step. Returns the ranks that did not die in time:
         they wait for a device or a file system."""
@@ -184,9 +191,11 @@ class RankGroup:
             time.sleep(KILL_POLL_SECONDS)
         return left
 
-    def close(self) -> None:
-        """Kill what still runs, and remove what the ranks left on this machine."""
-        self.kill()
+    def close(self, seconds: float = KILL_SECONDS) -> None:
+        """Kill what still runs, and remove what the ranks left on this machine; the logs of a failure are kept."""
+        self.kill(seconds)
+        if any(code not in NO_FAILURE for code in self.codes().values()):
+            self.keep_stacks()
         self.watch.close()
         self._closing.close()
 
@@ -195,7 +204,7 @@ class RankGroup:
 
 
 @contextlib.contextmanager
-def _own_folder() -> Iterator[Path]:
+def own_folder() -> Iterator[Path]:
     """A temporary folder; those of killed launchers are removed first. A lock shows which launchers are alive: process
     ids mean nothing where containers share the folder."""
     for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
@@ -226,6 +235,6 @@ def _listen() -> socket.socket:
 
 
 def end_with_parent() -> None:
-    """In a new process, before it runs: end it when the launcher is killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """In a new process, before it runs: end it when the thread that started it ends, with its launcher (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

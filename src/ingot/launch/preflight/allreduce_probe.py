@@ -2,9 +2,11 @@
 or hangs can be killed, and the launcher itself does not load torch.
 
 A process (`python -m ingot.launch.preflight.allreduce_probe`) imports torch, multiplies matrices and reports the speed;
-then it waits for a line that names its group, does the all-reduce with it, and reports how fast that was.
+then it waits for orders, a line each: one names a group, with which it does an all-reduce, and reports how fast that
+was; an empty one has it multiply matrices again.
 """
 
+import contextlib
 import json
 import selectors
 import socket
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +29,26 @@ class Probe:
     """This node's processes: one per GPU, or one."""
 
     def __init__(self, gpus: int, log: Path, env: Mapping[str, str]):
-        self.listener = socket.create_server(("", 0))
-        self.log, self.processes = log, []
+        self.port = 0
+        """Where the first process can lead an all-reduce: a new port after each measurement."""
+        self.log, self.processes, self.is_well = log, [], True
+        """is_well: all answers so far were good ones; otherwise a process may be stuck."""
         for local_rank in range(gpus or 1):
-            options = [str(local_rank), str(gpus), str(self.listener.fileno())]
+            options = [str(local_rank), str(gpus)]
             self.processes.append(subprocess.Popen(
                 [sys.executable, "-m", "ingot.launch.preflight.allreduce_probe", *options], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=(self.listener.fileno(),), text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                 env={**env, **(log_to(log) if local_rank == 0 else {}), "OMP_NUM_THREADS": "1"},
                 preexec_fn=end_with_parent, start_new_session=True,
             ))  # fmt: skip
 
-    @property
-    def port(self) -> int:
-        return int(self.listener.getsockname()[1])
-
     def listen(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
         """The next line of each process, or why there is none."""
+        found, error = self._listen(seconds)
+        self.is_well = self.is_well and not error
+        return found, error
+
+    def _listen(self, seconds: float) -> tuple[list[dict[str, Any]], str]:
         end = time.monotonic() + seconds
         found: list[dict[str, Any]] = []
         with selectors.DefaultSelector() as selector:
@@ -56,6 +62,7 @@ class Probe:
                 if not line:
                     return found, f"the process ended with exit code {process.wait()}"
                 found.append(json.loads(line))
+                self.port = found[-1].get("port", self.port)
                 if "error" in found[-1]:
                     return found, found[-1]["error"]
         return found, ""
@@ -64,15 +71,20 @@ class Probe:
         """Start the all-reduce."""
         for local_rank, process in enumerate(self.processes):
             order = {"address": address, "port": port, "rank": first_rank + local_rank, "world": world}
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps(order | {"seconds": seconds}) + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it has ended; `listen` returns why
+            self._tell(process, json.dumps(order | {"seconds": seconds}))
+
+    def measure_again(self) -> None:
+        """Have the processes multiply matrices once more."""
+        for process in self.processes:
+            self._tell(process, "{}")
+
+    def _tell(self, process: subprocess.Popen[str], order: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `listen` returns why
+            process.stdin.write(order + "\n")
+            process.stdin.flush()
 
     def end(self) -> None:
-        self.listener.close()
         for process in self.processes:
             process.kill()
             process.communicate()
@@ -81,22 +93,44 @@ class Probe:
         return chosen_transport(self.log.read_text(errors="replace")) if self.log.is_file() else ""
 
 
-def main(local_rank: int, gpus: int, descriptor: int) -> None:
-    from datetime import timedelta
-
+def main(local_rank: int, gpus: int) -> None:
     import torch
     import torch.distributed as dist
 
     device = torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-    print(json.dumps({"tflops": _multiply(device)}), flush=True)
-    order = json.loads(sys.stdin.readline())
+    listener = _measure(device, local_rank)
+    for line in sys.stdin:  # until killed: leaving early may break the others' connections, and closing them may hang
+        order = json.loads(line)
+        if not order:
+            listener = _measure(device, local_rank)
+            continue
+        if dist.is_initialized():  # all have answered the last order, so nobody needs these connections any more
+            dist.destroy_process_group()
+        leads = order["rank"] == 0
+        print(json.dumps({"gb_s": _all_reduce(device, order, listener if leads else None)}), flush=True)
+
+
+def _measure(device: Any, local_rank: int) -> socket.socket | None:
+    """Report the speed of the device and, for the node, a port; returns the socket that listens there."""
+    listener = socket.create_server(("", 0), backlog=4096) if local_rank == 0 else None
+    port = {"port": listener.getsockname()[1]} if listener is not None else {}
+    print(json.dumps({"tflops": _multiply(device)} | port), flush=True)
+    return listener
+
+
+def _all_reduce(device: Any, order: dict[str, Any], listener: socket.socket | None) -> float:
+    """Join a group and reduce with it; returns the speed in GB/s."""
+    import torch
+    import torch.distributed as dist
+
     timeout = timedelta(seconds=order["seconds"])
-    leads = order["rank"] == 0
-    store = dist.TCPStore(order["address"], order["port"], is_master=leads, timeout=timeout, wait_for_workers=False,
-                          master_listen_fd=descriptor if leads else None)  # fmt: skip
-    dist.init_process_group("nccl" if gpus else "gloo", store=store, rank=order["rank"], world_size=order["world"],
-                            timeout=timeout, device_id=device if gpus else None)  # fmt: skip
-    values = torch.ones((GPU_BYTES if gpus else CPU_BYTES) // 4, device=device)
+    store = dist.TCPStore(order["address"], order["port"], is_master=listener is not None, timeout=timeout,
+                          wait_for_workers=False,
+                          master_listen_fd=listener.detach() if listener is not None else None)  # fmt: skip
+    is_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if is_gpu else "gloo", store=store, rank=order["rank"], world_size=order["world"],
+                            timeout=timeout, device_id=device if is_gpu else None)  # fmt: skip
+    values = torch.ones((GPU_BYTES if is_gpu else CPU_BYTES) // 4, device=device)
     dist.all_reduce(values)
     if not bool((values == order["world"]).all()):
         raise RuntimeError("the sum is wrong")
@@ -107,8 +141,7 @@ def main(local_rank: int, gpus: int, descriptor: int) -> None:
     _finish(device)
     seconds = (time.perf_counter() - begin) / REPEATS
     moved = 2 * (order["world"] - 1) / order["world"] * values.nbytes  # bytes through each link: "bus bandwidth"
-    print(json.dumps({"gb_s": moved / seconds / 1e9}), flush=True)
-    sys.stdin.read()  # until killed: leaving early may break the others' connections, and closing them may hang
+    return moved / seconds / 1e9
 
 
 def _multiply(device: Any) -> float:

@@ -1,7 +1,8 @@
 """Which nodes are at fault: pure functions of what all nodes reported, so that all nodes come to the same answer.
 
 A check that fails on some nodes is theirs; one that fails on all of them is the user's or the site's, and other nodes
-would not help. Where nodes differ, the majority is right, or the first node where there is none.
+would not help. Where nodes differ, the majority is right. Without one, of two nodes or a node alone, nobody is blamed:
+the nodes are suspects, of which one may be replaced to find out.
 """
 
 import statistics
@@ -32,6 +33,8 @@ class Problem:
     """machine, or one that would fail again: user, data."""
     exclude: bool = True
     """Whether the next attempt runs without the node."""
+    suspects: Group = ()
+    """Nodes among which the votes do not decide."""
 
 
 @dataclass
@@ -49,8 +52,9 @@ class PreflightResult:
 
     @property
     def bad_nodes(self) -> list[str]:
-        """Nodes that the next attempt runs without."""
-        return list(dict.fromkeys(p.host for p in self.problems if p.host and p.exclude))
+        """Nodes that the next attempt runs without; of suspects, one, which is not blamed."""
+        out = [p.host or (p.suspects[-1] if len(p.suspects) > 1 else "") for p in self.problems if p.exclude]
+        return list(dict.fromkeys(host for host in out if host))
 
 
 def failed_checks(checks: Mapping[str, Mapping[str, str]]) -> list[Problem]:
@@ -60,8 +64,9 @@ def failed_checks(checks: Mapping[str, Mapping[str, str]]) -> list[Problem]:
         hosts = [host for host in checks if check in checks[host]]
         sentence = checks[hosts[0]][check]
         everywhere = len(hosts) == len(checks)
-        if everywhere and check in INPUT_CHECKS:
-            problems.append(Problem(sentence, kind="data" if check == "data" else "user"))
+        if everywhere and check in INPUT_CHECKS:  # by one node alone, it may also be that node's view of the disk
+            alone = tuple(hosts) if len(hosts) == 1 else ()
+            problems.append(Problem(sentence, kind="data" if check == "data" else "user", suspects=alone))
         elif everywhere and len(hosts) > 1:
             problems.append(Problem(f"every node: {sentence}", kind="machine" if check in TRANSIENT_CHECKS else "user"))
         else:
@@ -74,14 +79,22 @@ def nodes_that_differ(common: Mapping[str, Mapping[str, str]]) -> list[Problem]:
     problems = []
     for name in dict.fromkeys(key for values in common.values() for key in values):
         values = {host: found.get(name, "not set") for host, found in common.items()}
-        usual = Counter(values.values()).most_common(1)[0][0]  # of several, the first node's
+        votes = Counter(values.values()).most_common()
+        if len(votes) == 1:
+            continue
+        if votes[0][1] == votes[1][1]:
+            found = ", ".join(f"{value} on {host}" for host, value in values.items())
+            problems.append(Problem(f"{name} differs, and it is unknown which node is right: {found}",
+                                    suspects=tuple(values)))  # fmt: skip
+            continue
+        usual = votes[0][0]
         problems += [Problem(f"{host}: {name} is {value} here and {usual} elsewhere", host)
                      for host, value in values.items() if value != usual]  # fmt: skip
     return problems
 
 
 def clock_offsets(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> dict[str, float]:
-    """How far each node's clock is ahead of the usual one, in seconds.
+    """How far each node's clock is ahead of the first one's, in seconds.
 
     `seen` has, for each node and each other: its own clock when it saw the other's report minus the time in the report,
     and whether it was already waiting when the report came. If so, that is the difference of the clocks; if neither of
@@ -93,18 +106,27 @@ def clock_offsets(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> dict[
         late, looking = seen[first][host]
         back, looking_back = seen[host][first]
         ahead[host] = back if looking_back and not looking else -late
-    usual = statistics.median_low(ahead.values()) if len(ahead) > 2 else 0.0
-    return {host: value - usual for host, value in ahead.items()}
+    return ahead
 
 
-def wrong_clocks(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> PreflightResult:
-    """Clocks that are off, and notes on those that are slightly off."""
+def wrong_clocks(ahead: Mapping[str, float]) -> PreflightResult:
+    """Clocks that are off, and notes on those that are slightly off: node -> seconds ahead of any one clock."""
     result = PreflightResult()
-    for host, seconds in clock_offsets(seen).items():
-        sentence = f"{host}: the clock is {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}; start chrony"
-        if abs(seconds) >= CLOCK_FAIL:
+    if len(ahead) < 3:  # two differ, and either may be right
+        seconds = max(ahead.values(), default=0.0) - min(ahead.values(), default=0.0)
+        sentence = f"the clocks of {' and '.join(ahead)} differ by {seconds:.1f} s; start chrony"
+        if seconds >= CLOCK_FAIL:
+            result.problems.append(Problem(sentence, suspects=tuple(ahead)))
+        elif seconds >= CLOCK_WARN:
+            result.notes.append(sentence)
+        return result
+    usual = statistics.median_low(ahead.values())
+    for host, seconds in ahead.items():
+        off = seconds - usual
+        sentence = f"{host}: the clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}; start chrony"
+        if abs(off) >= CLOCK_FAIL:
             result.problems.append(Problem(sentence, host))
-        elif abs(seconds) >= CLOCK_WARN:
+        elif abs(off) >= CLOCK_WARN:
             result.notes.append(sentence)
     return result
 
@@ -170,5 +192,5 @@ def failing_nodes(hosts: Sequence[str], rounds: Sequence[Mapping[Group, bool]], 
     unknown = [host for host in hosts if host not in good]
     if not unknown:
         return [Problem(f"the all-reduce of {len(hosts)} nodes fails, though any two of them succeed: {reason}")]
-    return [Problem(f"the all-reduce of {' and '.join(unknown)} fails, and it is unknown which node is at fault; "
-                    f"{unknown[-1]} is excluded: {reason}", unknown[-1])]  # fmt: skip
+    return [Problem(f"the all-reduce of {' and '.join(unknown)} fails, and it is unknown which node is at fault: "
+                    f"{reason}", suspects=tuple(unknown))]  # fmt: skip

@@ -33,7 +33,10 @@ FREE_BYTES = 1_000_000_000  # of the run folder, /tmp and shared memory; the tra
 LEFTOVER_MB = 512  # of GPU memory: another process uses it
 LEFTOVER_SECONDS = 5.0  # a process that was just killed may still be freeing its memory
 OPEN_FILES, LOCKED_BYTES = 8192, 1_000_000_000  # what RDMA with many peers takes
+STORE_SOCKETS = 5  # of each rank, to the rendezvous in rank 0: its own, and one for each thread that needs answers
+OTHER_FILES = 1024  # of any process: libraries, data, logs
 GPU_QUERY = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending,memory.used"
+RDMA = ("efa", "ib")
 INFINIBAND = Path("/sys/class/infiniband")  # EFA devices are here too
 SHARED_VARIABLES = ("NCCL_", "FI_", "TORCH_")  # what a collective needs to be the same everywhere
 
@@ -55,10 +58,10 @@ def check_node(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Ma
     report = Report(host, rank, common=_versions(spec, profile, env))
     findings = {"disk": _disk(spec)}
     if spec.verb == "train":
-        findings |= {"nics": _nics(profile), "limits": _limits(profile)}
+        findings |= {"nics": _nics(profile), "limits": _limits(profile, spec.nodes * spec.processes)}
     if spec.gpus_per_node:
         findings |= {"gpus": _gpus(spec.gpus_per_node), "nvlink": _nvlink(), "shm": _shared_memory()}
-    if spec.nodes > 1:
+    if spec.nodes > 1 and "MASTER_ADDR" in env:
         address, findings["name"] = resolve(env["MASTER_ADDR"])
         if address and not findings["name"]:
             report.common[f"the address of {env['MASTER_ADDR']}"] = address
@@ -144,15 +147,23 @@ def _nics(profile: Profile) -> str:
     return "" if active >= profile.nics else f"{active} of {profile.nics} network devices are active in {INFINIBAND}"
 
 
-def _limits(profile: Profile) -> str:
-    if profile.transport not in ("efa", "ib"):
-        return ""
+def _limits(profile: Profile, world: int) -> str:
     files, locked = (resource.getrlimit(r)[0] for r in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    if files != resource.RLIM_INFINITY and files < OPEN_FILES:
-        return f"a process may open {files} files and RDMA needs {OPEN_FILES}; raise ulimit -n"
-    if locked != resource.RLIM_INFINITY and locked < LOCKED_BYTES:
+    if found := files_problem(files, world, profile.transport in RDMA):
+        return found
+    if profile.transport in RDMA and locked != resource.RLIM_INFINITY and locked < LOCKED_BYTES:
         return f"a process may lock {locked:,} bytes and RDMA needs {LOCKED_BYTES:,}; set ulimit -l unlimited"
     return ""
+
+
+def files_problem(limit: int, world: int, is_rdma: bool) -> str:
+    """Whether rank 0 runs out of descriptors, since all ranks connect to it."""
+    needed = {f"rank 0 of {world:,} ranks": STORE_SOCKETS * world + OTHER_FILES} if world > 1 else {}
+    needed |= {"RDMA": OPEN_FILES} if is_rdma else {}
+    who = max(needed, key=needed.__getitem__, default="")
+    if not who or limit == resource.RLIM_INFINITY or limit >= needed[who]:
+        return ""
+    return f"a process may open {limit:,} files and {who} needs {needed[who]:,}; raise ulimit -n"
 
 
 def _shared_memory() -> str:

@@ -22,6 +22,7 @@ from ingot.launch.preflight.diagnosis import (
     Group,
     PreflightResult,
     Problem,
+    clock_offsets,
     failed_checks,
     failing_nodes,
     next_groups,
@@ -30,6 +31,7 @@ from ingot.launch.preflight.diagnosis import (
     wrong_clocks,
 )
 from ingot.launch.preflight.node_checks import Report, check_node, own_address
+from ingot.launch.preflight.node_preflight import too_slow
 from ingot.launch.preflight.transport import fallback
 from ingot.launch.profiles import find_profile
 from ingot.launch.protocol import NODES_VARIABLE, LaunchFolder
@@ -121,7 +123,7 @@ class Preflight:
             return broken
         problems: list[Problem] = []
         if len(self.hosts) > 1:
-            clocks = wrong_clocks({host: r["seen"] for host, r in ready.items()})
+            clocks = wrong_clocks(clock_offsets({host: r["seen"] for host, r in ready.items()}))
             problems += clocks.problems
             self.notes += clocks.notes
         slow = slow_devices({host: r["tflops"] for host, r in ready.items()})
@@ -179,15 +181,9 @@ class Preflight:
         answers, error = probe.listen(ROUND_SECONDS + 1)
         speed = min((answer["gb_s"] for answer in answers if "gb_s" in answer), default=0.0)
         wrong = fallback(self.profile.transport, probe.transport()) if len(group) > 1 and not error else ""
-        return {"host": self.host, "rank": self.rank, "gb_s": speed, "error": error or self._too_slow(speed, group),
+        slow = too_slow(self.profile, self.spec.gpus_per_node, speed, len(group))
+        return {"host": self.host, "rank": self.rank, "gb_s": speed, "error": error or slow,
                 "checks": {"transport": wrong} if wrong else {}}  # fmt: skip
-
-    def _too_slow(self, speed: float, group: Group) -> str:
-        usual = self.profile.allreduce_gb_s
-        whole_nodes = self.spec.gpus_per_node == self.profile.gpus_per_node
-        if usual is None or len(group) < 2 or not whole_nodes or speed > usual / 2:
-            return ""
-        return f"{speed:.3g} GB/s of bus bandwidth where {usual:g} is usual"
 
     def _ready(self, probe: Probe, number: int, hosts: list[str]) -> dict[str, dict[str, Any]]:
         """Wait until the processes of all nodes have imported torch; returns their answers by node."""
