@@ -55,6 +55,19 @@ def test_saved_and_loaded_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
+@pytest.mark.parametrize(("prefix", "named"), [("", ""), ("", "vocab.json"), ("gpt2-", "gpt2-vocab.json")])
+def test_the_two_files_of_gpt2_are_found_by_their_folder_or_the_first(
+    trained: Tokenizer, tmp_path: Path, prefix: str, named: str
+) -> None:
+    model = json.loads(trained.json)["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (tmp_path / f"{prefix}vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / f"{prefix}merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    found = load_tokenizer(tmp_path / named)
+    assert found.encode(TEXT) == trained.encode(TEXT)
+    assert found.eos_id == trained.eos_id and found.decode([found.eos_id]) == "<|endoftext|>"
+
+
 def test_token_bytes_add_up_to_the_bytes_of_the_text(trained: Tokenizer) -> None:
     sizes = trained.token_bytes()
     assert sizes is not None and sizes.dtype == np.int32 and len(sizes) == trained.vocab_size
