@@ -1,0 +1,65 @@
+"""What a supervisor needs of the cluster that its job runs on. Slurm's is in `slurm/allocation.py`."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class LostNode:
+    """A node that the cluster does not offer any more."""
+
+    node: str
+    reason: str
+    is_drained: bool = False
+    """An administrator took it out."""
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """The cluster says that the agent of a node has ended."""
+
+    node: str
+    reason: str
+
+
+class Cluster(Protocol):
+    """A job's view of its cluster. Nothing here raises because the cluster does not answer."""
+
+    job: str
+    restart: int
+    """How often the cluster has started this job again."""
+    host: str
+    """The node that the supervisor runs on."""
+    ended: "asyncio.Queue[AgentEnded]"
+    """Agents that have ended, as far as the cluster says."""
+
+    async def nodes(self) -> list[str]:
+        """The allocation."""
+
+    async def stage(self) -> dict[str, str]:
+        """Copy the image to each node's own disk; returns why not, by node."""
+
+    async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start an agent on each node, which ends with this process."""
+
+    async def end_agents(self) -> None: ...
+
+    async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
+        """Those that are down or being drained."""
+
+    async def seconds_left(self) -> float | None:
+        """Until the job's time limit; None if it has none, or the cluster does not say."""
+
+    async def is_answering(self) -> bool:
+        """Whether the cluster's controller answers."""
+
+    async def requeue(self, exclude: Sequence[str]) -> bool:
+        """Queue the job again, on other nodes; returns whether the cluster has agreed."""
+
+    async def has_successor(self) -> bool:
+        """Whether another job of the launch continues when this one ends."""
+
+    async def comment(self, text: str) -> None:
+        """Tell people who ask the cluster about the job: the run folder may be full or gone."""

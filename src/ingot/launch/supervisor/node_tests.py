@@ -1,0 +1,210 @@
+"""The checks before each attempt, led by the supervisor: are these nodes fit to run together?
+
+Each node is asked what it finds about itself, then its devices and the network are measured. That is a handful of
+messages per node, whatever the number of nodes; who is at fault is for `preflight.diagnosis`, a set of pure functions.
+Spare nodes answer the first question, too: one that is not fit is known before it is needed.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ingot.launch.messages import AllReduce, CheckNode, EndProbe, Failed, NodeChecked, ProbeReady, Reduced, StartProbe
+from ingot.launch.preflight.diagnosis import (
+    CLOCK_FAIL,
+    CLOCK_WARN,
+    Group,
+    PreflightResult,
+    Problem,
+    failed_checks,
+    failing_nodes,
+    next_groups,
+    nodes_that_differ,
+    slow_devices,
+)
+from ingot.launch.profiles import find_profile
+from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor.records import FINAL_KINDS, Cause, Kind
+from ingot.launch.supervisor.server import AgentServer
+from ingot.plurals import count_of
+
+CHECK_SECONDS = 30.0  # for a node to examine itself, on a slow disk
+READY_SECONDS = 60.0  # for torch to be imported from there
+ROUND_SECONDS = 20.0  # for an all-reduce
+ANSWER_SECONDS = 2.0  # for an answer to arrive
+
+
+class NodeTests:
+    """The checks of one attempt."""
+
+    def __init__(self, server: AgentServer, spec: LaunchSpec, nodes: Sequence[str], spares: Sequence[str] = ()):
+        self.server, self.spec, self.nodes, self.spares = server, spec, list(nodes), list(spares)
+        self.profile = find_profile(spec.profile)
+        self.result = PreflightResult()
+        self.unfit_spares: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
+        """Nodes that did not answer a question that any healthy one answers."""
+
+    async def run(self) -> PreflightResult:
+        begin = time.monotonic()
+        self.result.problems = await self._check()
+        if not self.result.problems and not self.lost:
+            seconds = time.monotonic() - begin
+            self.result.notes.insert(0, f"{count_of(len(self.nodes), 'node')} passed the checks in {seconds:.1f} s")
+        return self.result
+
+    async def _check(self) -> list[Problem]:
+        asked = {node: time.time() for node in (*self.nodes, *self.spares)}
+        clocks: dict[str, float] = {}
+        answers = await self.server.request_all(
+            {node: CheckNode(at) for node, at in asked.items()}, CHECK_SECONDS + ANSWER_SECONDS
+        )
+        own = {node: answers[node] for node in self.nodes}
+        self._note_spares({node: answers[node] for node in self.spares})
+        found: dict[str, NodeChecked] = {}
+        problems: list[Problem] = []
+        for node, answer in own.items():
+            if isinstance(answer, NodeChecked):
+                found[node] = answer
+                clocks[node] = answer.node_seconds - asked[node]
+            else:
+                problems += self._unanswered(node, answer)
+        problems += failed_checks({node: answer.checks for node, answer in found.items()})
+        named = {problem.host for problem in problems}
+        differ = nodes_that_differ({node: answer.common for node, answer in found.items()})
+        problems += [problem for problem in differ if problem.host not in named]
+        problems += self._wrong_clocks(clocks)
+        measure = self.spec.verb == "train" and (self.spec.nodes > 1 or self.spec.gpus_per_node > 0)
+        if problems or self.lost or not measure:
+            return problems
+        return await self._measure()
+
+    def _unanswered(self, node: str, answer: Any) -> list[Problem]:
+        if isinstance(answer, Failed) and answer.kind not in ("lost", "silent"):
+            return [Problem(f"{node}: {answer.reason}", node)]
+        self.lost[node] = answer.reason if isinstance(answer, Failed) else f"{node}: answered something else"
+        return []
+
+    def _note_spares(self, answers: Mapping[str, Any]) -> None:
+        for node, answer in answers.items():
+            if isinstance(answer, NodeChecked):
+                if answer.checks:
+                    self.unfit_spares[node] = next(iter(answer.checks.values()))
+            elif isinstance(answer, Failed) and answer.kind != "lost":
+                self.unfit_spares[node] = answer.reason
+
+    def _wrong_clocks(self, ahead: Mapping[str, float]) -> list[Problem]:
+        """Of two clocks that differ, nobody knows which one is right, so the supervisor's decides."""
+        if len(ahead) < 2:
+            return []
+        usual = statistics.median_low(ahead.values()) if len(ahead) > 2 else 0.0
+        problems = []
+        for node, seconds in ahead.items():
+            off = seconds - usual
+            text = f"{node}: the clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}; start chrony"
+            if abs(off) >= CLOCK_FAIL:
+                problems.append(Problem(text, node))
+            elif abs(off) >= CLOCK_WARN:
+                self.result.notes.append(text)
+        return problems
+
+    async def _measure(self) -> list[Problem]:
+        try:
+            ready, problems = await self._start_probes(self.nodes)
+            if problems or self.lost:
+                return problems
+            slow = slow_devices({node: answer.tflops for node, answer in ready.items()})
+            if self.spec.gpus_per_node and slow:
+                return [Problem(sentence, node) for node, sentence in slow.items()]
+            self.result.notes += slow.values()  # cores may be shared with others
+            processes = self.spec.gpus_per_node or 1
+            if len(self.nodes) * processes == 1:
+                return []
+            return await self._test_network(ready, processes)
+        finally:
+            await self.server.request_all(dict.fromkeys(self.nodes, EndProbe()), ANSWER_SECONDS)
+
+    async def _start_probes(self, nodes: Sequence[str]) -> tuple[dict[str, ProbeReady], list[Problem]]:
+        answers = await self.server.request_all(
+            dict.fromkeys(nodes, StartProbe(READY_SECONDS)), READY_SECONDS + ANSWER_SECONDS
+        )
+        problems: list[Problem] = []
+        ready = {}
+        for node, answer in answers.items():
+            if isinstance(answer, ProbeReady):
+                ready[node] = answer
+            else:
+                problems += self._unanswered(node, answer)
+        broken = {node: {"torch": answer.error} if answer.error else {} for node, answer in ready.items()}
+        return ready, problems + failed_checks(broken)
+
+    async def _test_network(self, ready: Mapping[str, ProbeReady], processes: int) -> list[Problem]:
+        """An all-reduce of all nodes; if it fails, of smaller groups until the bad nodes are known."""
+        rounds: list[dict[Group, bool]] = []
+        groups: list[Group] = [tuple(self.nodes)]
+        reason = ""
+        while groups:
+            if rounds:
+                members = [node for group in groups for node in group]
+                await self.server.request_all(dict.fromkeys(members, EndProbe()), ANSWER_SECONDS)
+                ready, _ = await self._start_probes(members)
+            answers = await self._round(groups, ready, processes)
+            wrong = {n: {"transport": a.transport} if isinstance(a, Reduced) and a.transport else {}
+                     for n, a in answers.items()}  # fmt: skip
+            if not rounds and (problems := failed_checks(wrong)):
+                return problems
+            errors = {node: self._error(answer, groups) for node, answer in answers.items()}
+            reason = reason or next((error for error in errors.values() if error), "")
+            rounds.append({group: not any(errors[node] for node in group) for group in groups})
+            if len(rounds) == 1 and all(rounds[0].values()):
+                self._note_speed(answers)
+                return []
+            groups = next_groups(self.nodes, rounds)
+        return failing_nodes(self.nodes, rounds, reason or "no answer")
+
+    async def _round(self, groups: Sequence[Group], ready: Mapping[str, ProbeReady], processes: int) -> dict[str, Any]:
+        bodies: dict[str, Any] = {}
+        for group in groups:
+            first = self.server.link(group[0])
+            address = first.address if first is not None else ""
+            port = ready[group[0]].port if group[0] in ready else 0
+            for number, node in enumerate(group):
+                bodies[node] = AllReduce(address, port, number * processes, len(group) * processes, ROUND_SECONDS)
+        return await self.server.request_all(bodies, ROUND_SECONDS + ANSWER_SECONDS)
+
+    def _error(self, answer: Any, groups: Sequence[Group]) -> str:
+        if not isinstance(answer, Reduced):
+            return answer.reason if isinstance(answer, Failed) else "no answer"
+        usual = self.profile.allreduce_gb_s
+        whole_nodes = self.spec.gpus_per_node == self.profile.gpus_per_node
+        if answer.error or usual is None or not whole_nodes or max(map(len, groups)) < 2 or answer.gb_s > usual / 2:
+            return answer.error
+        return f"{answer.gb_s:.3g} GB/s of bus bandwidth where {usual:g} is usual"
+
+    def _note_speed(self, answers: Mapping[str, Any]) -> None:
+        speed = min(answer.gb_s for answer in answers.values())
+        usual = self.profile.allreduce_gb_s
+        expected = f"the profile expects {usual:g}" if usual else "the profile has no figure"
+        nodes = f"all-reduce over {len(self.nodes)} nodes"
+        self.result.notes.append(f"{nodes}: {speed:.3g} GB/s of bus bandwidth; {expected}")
+
+
+def cause_of_problems(result: PreflightResult, nodes: Sequence[str]) -> Cause:
+    """What the judge is told about checks that failed."""
+    first = next((p for p in result.problems if p.kind in FINAL_KINDS), result.problems[0])
+    more = f" (and {len(result.problems) - 1} more)" if len(result.problems) > 1 else ""
+    kind: Kind = first.kind if first.kind in FINAL_KINDS else "machine"  # type: ignore[assignment]
+    if kind in FINAL_KINDS:
+        return Cause(kind, first.message + more)
+    bad = result.bad_nodes
+    if not bad:
+        return Cause(kind, first.message + more, first.host)
+    if len(bad) == len(nodes) > 1 or _is_a_guess(first, nodes):
+        return Cause(kind, first.message + more, suspects=tuple(bad if len(bad) > 1 else nodes))
+    return Cause(kind, first.message + more, bad[0], is_local=True, bad_nodes=tuple(bad[1:]))
+
+
+def _is_a_guess(problem: Problem, nodes: Sequence[str]) -> bool:
+    """With two nodes, one that differs from the other proves nothing about either."""
+    return len(nodes) == 2 and (" elsewhere" in problem.message or "it is unknown which node" in problem.message)

@@ -1,0 +1,381 @@
+"""The supervisor of a job: one process, on the node that Slurm runs the job script on, that decides everything.
+
+    Started -> Opened(epoch) -> staging, hello, preflight, starting, running ... -> Closed(cause) -> Judged -> next
+
+It writes every step to `launch/state.jsonl` before it acts on it, so a requeue, the next job of a chain, or a start
+after the death of this node continues the same story: what it finds open, it closes first. What follows from a cause is
+decided by `judge`, a pure function of those records.
+
+Not torchrun's elastic agent, for reasons that hold in torch 2.13 (`torch/distributed`, read again for this version):
+- After a restart the ranks meet in the store of the attempt before: `elastic/rendezvous/dynamic_rendezvous.py` shares
+  one store for the whole run unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and `rendezvous._create_c10d_store` adds no
+  prefix per attempt, so they read addresses of dead peers.
+- Restarts are a counter in the memory of each agent (`elastic/agent/server/api.py`, `_invoke_run`), which the next job
+  does not know; a change of membership restarts everything and is not counted at all.
+- An agent judges its own workers, by exit codes. Who failed first, over all nodes, nobody asks; and a hang nobody sees,
+  since the file timer of `local_elastic_agent.py` watches only workers that set it themselves.
+- The agent loads torch: seconds per node, gigabytes on a machine that only decides, and its crashes.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ingot.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERROR
+from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE, Leave
+from ingot.launch.protocol import LaunchFolder
+from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor.attempt import AttemptRun, StopFlag, Times
+from ingot.launch.supervisor.cluster import Cluster
+from ingot.launch.supervisor.failure_log import record as record_failure
+from ingot.launch.supervisor.history import read_history
+from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
+from ingot.launch.supervisor.progress import progress_of, stop_reason_of
+from ingot.launch.supervisor.records import (
+    FINAL_KINDS,
+    Cause,
+    Closed,
+    Excluded,
+    Launched,
+    Opened,
+    Phase,
+    PhaseBegan,
+    Started,
+    StopRequested,
+)
+from ingot.launch.supervisor.server import AgentServer
+from ingot.launch.supervisor.state_file import StateFile, Superseded, now
+from ingot.training.runtime.run_files import FINISHED, STOP
+
+RANK_PHASES = ("running", "evaluating", "saving")
+RANK_PHASE_SECONDS = 10.0  # at least, between two records of what the ranks are doing
+REQUEUE_SECONDS, REQUEUE_PAUSE = 3600.0, 10.0  # for a controller that does not answer
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a preparation this job does: `number` of `count`; the last one, with `count`, combines them."""
+
+    number: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return str(self.number) if self.number < self.count else "last"
+
+
+class Supervisor:
+    """One start of a job."""
+
+    def __init__(self, spec: LaunchSpec, cluster: Cluster, times: Times | None = None, share: Share | None = None):
+        self.spec, self.cluster, self.times, self.share = spec, cluster, times or Times(), share
+        self.run_folder = Path(spec.run_folder)
+        self.launch = LaunchFolder(self.run_folder)
+        self.folder = self.launch.path if share is None else self.launch.path / "shares" / share.name
+        self.stop = StopFlag()
+        self.start = f"{cluster.job}.{cluster.restart}"
+        self.number = 0
+        self.staged = spec.stage is None
+        self.fatal: Superseded | None = None
+        self._stop_is_noted = False
+        self._watch: asyncio.Task[None] | None = None
+        self._disk = ThreadPoolExecutor(1, "ingot-state")
+        self._rank_phase_at = float("-inf")
+
+    async def run(self) -> int:
+        """Returns the exit code of the job."""
+        self.state = await self._on_disk(lambda: StateFile(self.folder))
+        if why := await self._on_disk(self._nothing_to_do):
+            self._say(f"nothing to do: {why}")
+            return EXIT_FINISHED
+        nodes = await self.cluster.nodes()
+        self.server = AgentServer(self.spec.run_folder, f"{self.start}.0", secrets.token_hex(32), nodes)
+        self._listen_to_signals()
+        try:
+            return await self._lead(nodes)
+        except Superseded as error:
+            self._say(str(error))
+            return EXIT_FAULT
+        finally:
+            watch = self._watch
+            if watch is not None:
+                watch.cancel()
+            leave = self.server.request_all(dict.fromkeys(list(self.server.links), Leave()), self.times.leave)
+            await asyncio.gather(leave, *([watch] if watch is not None else []), return_exceptions=True)
+            await self.server.close()
+            await self.cluster.end_agents()
+
+    async def _lead(self, nodes: list[str]) -> int:
+        await self._begin()
+        found = await self._close_what_is_open()
+        if found is not None and found.judged.action in ("halt", "finish"):
+            return await self._act(found)
+        step = await self._progress()
+        await self._add(Started(time=now(), launch=self.launch_id, job=self.cluster.job, restart=self.cluster.restart,
+                                host=self.cluster.host, nodes=tuple(nodes), step=step))  # fmt: skip
+        self._watch = asyncio.ensure_future(self._watch_stop_file())
+        await self._leave_out_lost_nodes(nodes)
+        verdict = judge_start(self.state.records, now(), self.spec.run_folder)
+        if verdict is not None:
+            if launch_end(read_history(self.state.records)) is None:
+                await self._record(verdict)
+            return await self._act(verdict)
+        port = await self.server.listen()
+        self.env = {ADDRESS_VARIABLE: f"{self.cluster.host}:{port}", TOKEN_VARIABLE: self.server.token,
+                    START_VARIABLE: self.server.start}  # fmt: skip
+        while True:
+            verdict = await self._attempt()
+            if verdict.judged.action not in ("restart", "swap", "wait"):
+                return await self._act(verdict)
+            await self._pause(verdict.judged.wait_seconds)
+
+    @property
+    def launch_id(self) -> str:
+        launched = read_history(self.state.records).launched
+        return launched.launch if launched else ""
+
+    async def _begin(self) -> None:
+        """A launch by an earlier version, or a share of a preparation, has no record of it."""
+        launched = read_history(self.state.records).launched
+        if launched is None:
+            nodes = self.spec.nodes if self.share is None else 1
+            await self._add(Launched(time=now(), launch=self.cluster.job, back_end="slurm", nodes=nodes,
+                                     spares=self.spec.spares, chain=self.spec.chain))  # fmt: skip
+
+    def _nothing_to_do(self) -> str:
+        for path in (self.run_folder / FINISHED, self.run_folder / STOP):
+            if path.exists():
+                return f"{path} is there"
+        halted = self.launch.halted()
+        return "" if halted is None else f"the launch was halted: {halted}"
+
+    # --- attempts
+
+    async def _attempt(self) -> Verdict:
+        nodes = choose_nodes(self.state.records)
+        epochs = [r.epoch for r in self.state.records if isinstance(r, Opened)]
+        epoch = await self._on_disk(lambda: self.state.claim_epoch(max(epochs, default=0) + 1))
+        self.number += 1
+        step = await self._progress()
+        opened = Opened(time=now(), epoch=epoch, attempt=f"{self.start}.{self.number}", nodes=nodes, step=step)
+        await self._add(opened)
+        self._say(f"attempt {opened.attempt} on {','.join(nodes)}")
+        usable = read_history(self.state.records).usable_nodes()
+        spares = [node for node in usable if node not in nodes]
+        share = (self.share.number, self.share.count) if self.share is not None else None
+        attempt = AttemptRun(
+            opened, self.spec, self.server, self.cluster, self.stop, self._note_phase, self.times, share
+        )
+        cause = await self._stage(nodes, spares)
+        if cause is None:
+            self.server.nodes = frozenset((*nodes, *spares, *self.server.nodes))
+            cause = await attempt.run(spares, self.env)
+        for line in attempt.notes:
+            self._say(f"preflight: {line}")
+        return await self._close(opened, cause, attempt)
+
+    async def _stage(self, nodes: tuple[str, ...], spares: list[str]) -> Cause | None:
+        if self.staged:
+            return None
+        self._note_phase("staging", "")
+        failed = await self.cluster.stage()
+        where = f"cannot copy {self.spec.image} to {self.spec.stage}"
+        bad = [node for node in nodes if node in failed]
+        if bad and len(bad) == len(nodes) and all(node in failed for node in spares) and len(nodes) + len(spares) > 1:
+            return Cause("user", f"{where} on any node: {failed[bad[0]]}")
+        self.staged = True
+        for node in failed:
+            if node not in bad:
+                await self._add(Excluded(time=now(), node=node, reason=f"{where}: {failed[node]}"))
+        if not bad:
+            return None
+        return Cause("machine", f"{bad[0]}: {where}: {failed[bad[0]]}", bad[0], is_local=True, bad_nodes=tuple(bad[1:]))
+
+    async def _close(self, opened: Opened, cause: Cause, attempt: AttemptRun | None = None) -> Verdict:
+        """Write down how an attempt ended, and judge it."""
+        step = await self._progress(opened.step)
+        if cause.kind == "stopped" and self.stop.reason is None and attempt is not None:
+            said = await self._on_disk(lambda: stop_reason_of(self.run_folder))
+            if said is not None:
+                self.stop.set(*said)
+        await self._note_stop()
+        await self._add(Closed(time=now(), epoch=opened.epoch, cause=cause, step=step,
+                               reached_step=attempt is not None and attempt.reached_step))  # fmt: skip
+        self._say(f"attempt {opened.attempt} ended: {cause.kind}" + (f": {cause.message}" if cause.message else ""))
+        if cause.kind not in ("finished", "stopped"):
+            await self._log_failure(opened, cause, step > opened.step)
+        for node, reason in (attempt.unfit_spares if attempt is not None else {}).items():
+            await self._add(Excluded(time=now(), node=node, reason=reason))
+        if attempt is not None:
+            await self._leave_out_lost_nodes(read_history(self.state.records).usable_nodes())
+        verdict = judge(self.state.records, now(), self.spec.run_folder)
+        await self._record(verdict)
+        return verdict
+
+    async def _close_what_is_open(self) -> Verdict | None:
+        """An attempt whose supervisor could not close or judge it: it died with its node, or was killed."""
+        history = read_history(self.state.records)
+        if history.open is None:
+            judged = max((j.epoch for j in history.judgments), default=0)
+            if history.attempts and history.attempts[-1].closed.epoch > judged:
+                verdict = judge(self.state.records, now(), self.spec.run_folder)
+                await self._record(verdict)
+                return verdict
+            return None
+        host = history.starts[-1].host if history.starts else ""
+        if history.stop is not None:
+            return await self._close(
+                history.open, Cause("stopped", "it was asked to stop, and ended before it could report")
+            )
+        down = {item.node: item.reason for item in await self.cluster.lost_nodes([host]) if not item.is_drained}
+        if host in down:
+            cause = Cause("lost", f"{host}, which led the job, died: {down[host]}", host, is_local=True)
+        else:
+            cause = Cause("supervisor", f"the supervisor on {host} ended before it could report why", host)
+        return await self._close(history.open, cause)
+
+    async def _leave_out_lost_nodes(self, nodes: list[str]) -> None:
+        known = read_history(self.state.records).excluded
+        for item in await self.cluster.lost_nodes(nodes):
+            if item.node not in known:
+                await self._add(Excluded(time=now(), node=item.node, reason=item.reason, is_drained=item.is_drained))
+
+    # --- ends
+
+    async def _act(self, verdict: Verdict) -> int:
+        judged = verdict.judged
+        text = f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else "")
+        self._say(text)
+        await self.cluster.comment(f"ingot: {text}")
+        if judged.action == "finish":
+            if self.share is not None and self.share.name == "last":
+                await self._try_on_disk((self.run_folder / FINISHED).touch)
+            return EXIT_FINISHED
+        if judged.action == "stop":
+            return EXIT_FINISHED
+        if judged.action == "halt":
+            await self._try_on_disk(lambda: self.launch.halt(judged.reason))
+            attempts = read_history(self.state.records).attempts
+            final = attempts and attempts[-1].cause.kind in FINAL_KINDS
+            return EXIT_USER_ERROR if final else EXIT_GIVEN_UP
+        return await self._requeue()
+
+    async def _requeue(self) -> int:
+        code = EXIT_FINISHED if self.stop.reason == "time-limit" else EXIT_FAULT
+        if await self.cluster.has_successor():
+            return code
+        out = list(read_history(self.state.records).excluded)
+        waited = 0.0
+        while not await self.cluster.requeue(out):
+            if waited >= REQUEUE_SECONDS or await self.cluster.is_answering():
+                self._say("the cluster refuses to queue the job again; `ingot launch resume` continues")
+                return EXIT_FAULT
+            await asyncio.sleep(REQUEUE_PAUSE)
+            waited += REQUEUE_PAUSE
+        return code
+
+    # --- stops
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: a test
+            loop.add_signal_handler(signal.SIGUSR2, lambda: self.stop.set("time-limit", "SIGUSR2"))
+            loop.add_signal_handler(signal.SIGTERM, lambda: self.stop.set("signal", "SIGTERM"))
+            loop.add_signal_handler(signal.SIGINT, lambda: self.stop.set("signal", "SIGINT"))
+
+    async def _watch_stop_file(self) -> None:
+        while True:
+            if self.stop.reason is not None:
+                await self._note_stop()
+                await asyncio.sleep(self.times.poll)
+                continue
+            if await self._on_disk((self.run_folder / STOP).exists, default=False):
+                self.stop.set("user", f"{STOP} in the run folder")
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.times.poll):
+                    await self.stop.event.wait()
+
+    async def _note_stop(self) -> None:
+        """The request is a record before anything follows from it."""
+        if self.stop.reason is None or self._stop_is_noted:
+            return
+        self._stop_is_noted = True
+        await self._add(StopRequested(time=now(), reason=self.stop.reason, detail=self.stop.detail))
+
+    async def _pause(self, seconds: float) -> None:
+        if seconds:
+            self._note_phase("waiting", f"{seconds:.0f} s")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.stop.event.wait()
+
+    # --- records
+
+    async def _record(self, verdict: Verdict) -> None:
+        for excluded in verdict.exclude:
+            await self._add(excluded)
+            self._say(f"{excluded.node} is left out: {excluded.reason}")
+        await self._add(verdict.judged)
+
+    async def _add(self, record: Any) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+        if not await self._on_disk(lambda: self.state.append(record), default=False):
+            self._say(f"cannot write {self.state.path}: {type(record).__name__} is kept in memory")
+
+    def _note_phase(self, phase: Phase, detail: str) -> None:
+        clock = asyncio.get_running_loop().time()
+        if phase in RANK_PHASES:
+            if clock - self._rank_phase_at < RANK_PHASE_SECONDS:
+                return
+            self._rank_phase_at = clock
+        history = read_history(self.state.records)
+        epoch = history.open.epoch if history.open is not None else 0
+        record = PhaseBegan(time=now(), epoch=epoch, phase=phase, detail=detail)
+        self._disk.submit(self._append_phase, record)
+
+    def _append_phase(self, record: PhaseBegan) -> None:
+        try:
+            self.state.append(record)
+        except Superseded as error:
+            self.fatal = error
+
+    async def _on_disk(self, action: Callable[[], T], default: T | None = None) -> T:
+        """Do something with the shared file system, which may not answer; then the default counts, if there is one."""
+        future = asyncio.get_running_loop().run_in_executor(self._disk, action)
+        try:
+            async with asyncio.timeout(self.times.disk):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if default is None:
+                raise
+            return default
+
+    async def _try_on_disk(self, action: Callable[[], Any]) -> None:
+        with suppress(OSError, TimeoutError):
+            await self._on_disk(action)
+
+    async def _progress(self, before: int = 0) -> int:
+        try:
+            return max(before, await self._on_disk(lambda: progress_of(self.run_folder, self.spec.verb)))
+        except (OSError, TimeoutError):
+            return before
+
+    async def _log_failure(self, opened: Opened, cause: Cause, progress: bool) -> None:
+        await self._try_on_disk(lambda: record_failure(
+            self.run_folder, attempt=opened.attempt, rank=cause.rank, batch=cause.batch, kind=cause.kind,
+            message=cause.message, progress=progress, host=cause.node,
+        ))  # fmt: skip
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # a full disk, too
+            os.write(1, f"{text}\n".encode())

@@ -1,0 +1,597 @@
+"""The supervisor against light agents: every fault ends as it should, in bounded time, with the right culprit."""
+
+import asyncio
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from light_agents import LightAgent, LightCluster, lose_peer
+from specs import spec
+
+from ingot.launch import messages
+from ingot.launch.messages import RankProgress, RanksEnded, RunRanks, Signalled
+from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor import judge
+from ingot.launch.supervisor.attempt import Times
+from ingot.launch.supervisor.cluster import LostNode
+from ingot.launch.supervisor.records import Closed, Excluded, Judged, Launched, Opened, Started, StopRequested
+from ingot.launch.supervisor.state_file import StateFile, now, read_state
+from ingot.launch.supervisor.supervise import Share, Supervisor
+
+NODES = ("n1", "n2", "n3")
+TIMES = Times(hello=1.0, hello_image=1.0, hello_grace=0.2, reserve=1.0, start=1.0, settle=0.1, collect=2.0, teardown=2.0,
+              reconnect=0.5, stop=1.0, poll=0.05, leave=0.5, disk=2.0)  # fmt: skip
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> "Job":
+    return Job(tmp_path / "run")
+
+
+class Job:
+    """A run of two nodes and a spare, and the starts of its job."""
+
+    def __init__(self, run: Path, nodes: int = 2, spares: int = 1, **changes: Any):
+        run.mkdir(parents=True, exist_ok=True)
+        self.run = run
+        self.spec: LaunchSpec = spec(run_folder=str(run), workdir=str(run), nodes=nodes, spares=spares, image=None,
+                                     **changes)  # fmt: skip
+        self.cluster = LightCluster(NODES[: nodes + spares], str(run))
+        self.steps = 0
+
+    def launch(self) -> "Job":
+        state = StateFile(self.run / "launch")
+        state.append(Launched(time=now(), launch=f"L{len(state.records)}", back_end="slurm", nodes=self.spec.nodes,
+                              spares=self.spec.spares))  # fmt: skip
+        return self
+
+    def start(
+        self, during: Callable[["Job"], Any] | None = None, share: Share | None = None, seconds: float = 20
+    ) -> int:
+        self.supervisor = Supervisor(self.spec, self.cluster, TIMES, share)
+
+        async def lead() -> int:
+            helper = asyncio.ensure_future(during(self)) if during is not None else None
+            try:
+                return await asyncio.wait_for(self.supervisor.run(), seconds)
+            finally:
+                if helper is not None:
+                    helper.cancel()
+
+        begin = time.monotonic()
+        try:
+            return asyncio.run(lead())
+        finally:
+            self.seconds = time.monotonic() - begin
+
+    def again(self) -> int:
+        """Slurm starts the job again, on nodes that it is not told to leave out."""
+        out = self.cluster.requeued[-1] if self.cluster.requeued else []
+        before = self.cluster
+        self.cluster = LightCluster([n for n in (*NODES, "n4", "n5") if n not in out][: len(before.names)],
+                                    str(self.run), before.restart + 1)  # fmt: skip
+        self.cluster.behaviors = before.behaviors
+        return self.start()
+
+    def checkpoint(self, step: int) -> None:
+        path = self.run / "checkpoints" / str(step)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "manifest.json").write_text("{}")
+
+    @property
+    def records(self) -> list[Any]:
+        return read_state(self.run / "launch" / "state.jsonl")
+
+    def of(self, kind: type) -> list[Any]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def causes(self) -> list[tuple[str, str]]:
+        return [(closed.cause.kind, closed.cause.node) for closed in self.of(Closed)]
+
+    @property
+    def actions(self) -> list[str]:
+        return [judged.action for judged in self.of(Judged)]
+
+    @property
+    def nodes(self) -> list[tuple[str, ...]]:
+        return [opened.nodes for opened in self.of(Opened)]
+
+
+def once(fault: Callable[[LightAgent, RunRanks], Any]) -> Callable[[LightAgent, RunRanks], Any]:
+    return lambda agent, body: fault(agent, body) if body.epoch == 1 else None
+
+
+async def until(seen: Callable[[], Any]) -> None:
+    while not seen():
+        await asyncio.sleep(0.01)
+
+
+def test_a_run_that_goes_well(job: Job) -> None:
+    assert job.launch().start() == 0
+    assert job.causes == [("finished", "")] and job.actions == ["finish"] and job.nodes == [("n1", "n2")]
+    phases = [record.phase for record in job.records if type(record).__name__ == "PhaseBegan"]
+    assert phases == ["hello", "preflight", "starting", "running"]
+    assert job.cluster.comments[-1].startswith("ingot: finish")
+    assert [agent.seen[-1] for agent in job.cluster.all_agents] == ["Leave"] * 3
+    (started,) = job.of(Started)
+    assert (started.job, started.restart, started.nodes) == ("7", 0, NODES)
+
+
+def test_a_second_start_finds_nothing_to_do(job: Job) -> None:
+    assert job.launch().start() == 0
+    assert job.again() == 0 and len(job.of(Opened)) == 1
+
+
+def test_the_node_of_the_error_is_named_though_others_report_first(job: Job) -> None:
+    job.cluster.of("n1").fault = once(lose_peer)
+
+    async def late(agent: LightAgent, body: RunRanks) -> Any:
+        await asyncio.sleep(0.02)
+        return agent.fail("internal error: KeyError: 'x'") if body.epoch == 1 else None
+
+    job.cluster.of("n2").fault = late
+    assert job.launch().start() == 0
+    assert job.causes == [("program", "n2"), ("finished", "")] and job.actions == ["restart", "finish"]
+    assert job.nodes == [("n1", "n2")] * 2
+    (line,) = (json.loads(text) for text in (job.run / "failures.jsonl").read_text().splitlines())
+    assert (line["host"], line["attempt"], line["kind"]) == ("n2", "7.0.1", "program")
+
+
+def test_ranks_of_a_failed_attempt_are_killed_before_the_next_starts(job: Job) -> None:
+    job.cluster.of("n2").fault = once(lambda agent, body: agent.fail("boom"))
+    job.cluster.of("n1").fault = once(lambda agent, body: asyncio.sleep(60))
+    assert job.launch().start() == 0
+    for node in ("n1", "n2"):
+        seen = job.cluster.agents[node].seen
+        assert seen.index("KillRanks") < [i for i, name in enumerate(seen) if name == "RunRanks"][1]
+    assert len(job.cluster.all_agents) == 3, "an agent lives over attempts"
+
+
+def test_a_device_error_swaps_the_node_for_the_warm_spare(job: Job) -> None:
+    job.cluster.of("n2").fault = lambda agent, body: agent.fail("CUDA error: uncorrectable ECC error encountered")
+    job.cluster.of("n1").fault = once(lose_peer)
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("device", "n2") and job.nodes[1] == ("n1", "n3")
+    assert judge.strikes(job.records) == {"n2": 1} and len(job.cluster.all_agents) == 3
+
+
+def test_without_a_spare_the_job_is_queued_without_the_node_and_goes_on(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", spares=0)
+    job.cluster.of("n2").fault = lambda agent, body: agent.fail("Xid 79: GPU has fallen off the bus")
+    assert job.launch().start() == 1 and job.cluster.requeued == [["n2"]]
+    assert job.again() == 0 and job.nodes[-1] == ("n1", "n3")
+
+
+def test_a_wrong_token_is_refused_and_the_node_left_out(job: Job) -> None:
+    job.cluster.of("n2").token = "guessed"
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("silent", "n2") and job.nodes[1] == ("n1", "n3")
+    assert any("does not know the job's token" in reason for reason in job.supervisor.server.refused)
+    assert "guessed" not in (job.run / "launch" / "state.jsonl").read_text()
+
+
+@pytest.mark.parametrize("line", [b"", b"\n", b"GET / HTTP/1.1\r\n", b"\xff\x00", b"{}\n", b"x" * 100_000])
+def test_strangers_on_the_port_disturb_nobody(job: Job, line: bytes) -> None:
+    async def knock(job: Job) -> None:
+        await until(lambda: hasattr(job.supervisor, "env"))
+        for _ in range(20):
+            port = int(job.supervisor.env[messages.ADDRESS_VARIABLE].rpartition(":")[2])
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(line)
+            writer.close()
+
+    assert job.launch().start(knock) == 0 and job.causes == [("finished", "")]
+
+
+def test_the_token_is_never_written_down(job: Job) -> None:
+    job.launch().start()
+    token = job.supervisor.server.token
+    assert len(token) == 64
+    assert not any(
+        token in path.read_text() for path in job.run.rglob("*") if path.is_file() and path.stat().st_size < 1 << 20
+    )
+
+
+def test_an_agent_that_ends_at_once_is_left_out_without_waiting(job: Job) -> None:
+    """P3, U1."""
+    job.cluster.of("n2").never_starts = "execve(): python3: No such file or directory"
+    assert job.launch().start() == 0
+    closed = job.of(Closed)[0]
+    assert (closed.cause.kind, closed.cause.node) == ("silent", "n2") and "No such file" in closed.cause.message
+    assert job.nodes[1] == ("n1", "n3") and job.seconds < TIMES.hello + 1
+
+
+def test_an_agent_that_never_comes_is_left_out_after_a_while(job: Job) -> None:
+    job.cluster.of("n1").hangs_at_start = True
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("silent", "n1") and job.nodes[1] == ("n2", "n3")
+
+
+def test_no_agent_at_all_is_three_attempts_and_an_end_that_says_why(job: Job) -> None:
+    for node in NODES:
+        job.cluster.of(node).never_starts = "exit code 2"
+    assert job.launch().start() == 3
+    assert job.causes == [("silent", "")] * 3 and "exit code 2" in job.of(Judged)[-1].reason
+    assert not job.of(Excluded)
+
+
+def test_a_silent_controller_is_the_sites_and_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C1."""
+    monkeypatch.setattr(judge, "SITE_FIRST_SECONDS", 0.05)
+    for node in NODES:
+        job.cluster.of(node).never_starts = "Unable to contact slurm controller"
+    job.cluster.answers = False
+
+    async def repair(job: Job) -> None:
+        await until(lambda: len(job.of(Closed)) == 2)
+        for node in NODES:
+            job.cluster.of(node).never_starts = ""
+
+    assert job.launch().start(repair) == 0
+    assert job.causes[0] == ("site", "") and job.actions[:2] == ["wait", "wait"] and not job.of(Excluded)
+
+
+def test_a_lost_agent_is_waited_for_and_its_node_replaced(job: Job) -> None:
+    """L4."""
+    job.cluster.of("n2").fault = lambda agent, body: agent.die()
+    job.cluster.of("n1").fault = once(lose_peer)
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("lost", "n2") and job.nodes[1] == ("n1", "n3") and judge.strikes(job.records) == {}
+
+
+def test_a_lost_agent_without_a_spare_is_started_again_on_its_node(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", spares=0)
+    job.cluster.of("n2").fault = once(lambda agent, body: agent.die())
+    assert job.launch().start() == 0
+    assert job.causes == [("lost", "n2"), ("finished", "")] and job.nodes == [("n1", "n2")] * 2
+    assert [agent.node for agent in job.cluster.all_agents].count("n2") == 2
+
+
+def test_a_node_that_the_cluster_has_lost_is_struck(job: Job) -> None:
+    """P2."""
+    job.cluster.lost = [LostNode("n2", "down*: Not responding")]
+    job.cluster.of("n2").fault = lambda agent, body: agent.die()
+    job.cluster.of("n1").fault = lambda agent, body: asyncio.sleep(60) if body.epoch == 1 else None
+    job.cluster.lost = []
+
+    async def down(job: Job) -> None:
+        await until(lambda: "n2" in job.cluster.agents and job.cluster.agents["n2"].epoch)
+        job.cluster.lost = [LostNode("n2", "down*: Not responding")]
+
+    assert job.launch().start(down) == 0
+    assert job.causes[0] == ("lost", "n2") and judge.strikes(job.records) == {"n2": 1}
+
+
+def test_a_drained_node_is_replaced_and_not_blamed(job: Job) -> None:
+    """C2."""
+    job.cluster.of("n2").fault = once(lambda agent, body: agent.fail("boom"))
+
+    async def drain(job: Job) -> None:
+        await until(lambda: "n1" in job.cluster.agents and job.cluster.agents["n1"].epoch)
+        job.cluster.lost = [LostNode("n1", "maintenance", is_drained=True)]
+
+    assert job.launch().start(drain) == 0
+    (out,) = job.of(Excluded)
+    assert (out.node, out.is_drained) == ("n1", True) and job.nodes[1] == ("n2", "n3")
+    assert judge.strikes(job.records) == {}
+
+
+def test_the_node_that_hangs_is_named_by_all_nodes_evidence(job: Job) -> None:
+    """H2: the first to report sees only that all its ranks wait."""
+    job.cluster.of("n1").fault = once(lambda agent, body: agent.wait())
+    job.cluster.of("n2").fault = once(lambda agent, body: agent.wait(where="", in_torch=False))
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("hang", "n2") and not job.of(Excluded)
+
+
+def test_a_stopped_process_is_the_nodes(job: Job) -> None:
+    """H1."""
+    job.cluster.of("n1").fault = once(lambda agent, body: agent.wait(where="train.py:3", in_torch=False))
+    job.cluster.of("n2").fault = once(lambda agent, body: agent.wait(process_state="T"))
+    assert job.launch().start() == 0 and job.causes[0] == ("hang", "n2")
+
+
+def test_ranks_in_state_d_are_recorded_and_left_behind(job: Job) -> None:
+    """H5, at the seam of the agent: what cannot be killed is told, and does not keep the others."""
+    job.cluster.of("n2").fault = lambda agent, body: agent.wait(process_state="D", where="")
+    job.cluster.of("n2").left = (1,)
+    job.cluster.of("n1").fault = once(lambda agent, body: agent.wait())
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("hang", "n2") and "state D" in job.of(Closed)[0].cause.message
+    assert job.nodes[1] == ("n1", "n3") and judge.strikes(job.records) == {"n2": 1}
+
+
+@pytest.mark.parametrize("body", [messages.CheckNode, messages.RunRanks, messages.Collect, messages.KillRanks])
+def test_an_agent_that_stops_answering_delays_nobody_for_long(
+    job: Job, body: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.launch.supervisor.node_tests.CHECK_SECONDS", 0.3)
+    monkeypatch.setattr("ingot.launch.supervisor.node_tests.ANSWER_SECONDS", 0.1)
+    job.cluster.of("n2").silent_from = body
+    job.cluster.of("n1").fault = once(lambda agent, b: agent.fail("boom"))
+    code = job.launch().start()
+    assert (code == 0 and ("n1", "n3") in job.nodes) or body in (messages.Collect, messages.KillRanks)
+    assert job.seconds < 10
+
+
+def test_a_full_run_folder_is_the_sites_and_every_end_is_told_elsewhere(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1f, I9: nothing can be written; the cause reaches the operator by the job's comment, and no node is blamed."""
+    for name in ("SITE_FIRST_SECONDS", "SITE_TOTAL_SECONDS"):
+        monkeypatch.setattr(judge, name, 0.05)
+    full = "No space left on device"
+
+    def fill(agent: LightAgent, body: RunRanks) -> str:
+        agent.fail("", "machine")
+        agent.evidence = messages.NodeEvidence(agent.node, agent.evidence.ranks, site=full)
+        return "over"
+
+    job.cluster.everywhere(fill)
+    job.launch()
+    plain, path = os.pwrite, job.run / "launch" / "state.jsonl"
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+            raise OSError(errno.ENOSPC, full)
+        return plain(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert job.start() == 3
+    assert "halt" in job.cluster.comments[-1] and full in job.cluster.comments[-1]
+    kept = job.supervisor.state.records
+    assert [r.cause.kind for r in kept if isinstance(r, Closed)] == ["site"] * 2 and not job.of(Closed)
+    assert not [r for r in kept if isinstance(r, Excluded)]
+
+
+def test_a_damaged_state_file_is_one_sentence_and_nothing_starts(job: Job) -> None:
+    (job.run / "launch").mkdir()
+    (job.run / "launch" / "state.jsonl").write_text("something else\n")
+    with pytest.raises(Exception, match="line 1 is not a record"):
+        job.start()
+    assert not job.cluster.all_agents
+
+
+def stop_when(job: Job, phase: str) -> Callable[[Job], Any]:
+    async def stop(job: Job) -> None:
+        await until(
+            lambda: any(getattr(r, "phase", "") == phase for r in job.supervisor.__dict__.get("state", job).records)
+        )
+        (job.run / "STOP").touch()
+
+    return stop
+
+
+@pytest.mark.parametrize("phase", ["hello", "preflight", "starting", "running", "waiting"])
+def test_a_stop_in_any_phase_is_a_record_and_ends_the_launch(
+    job: Job, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S1, I5."""
+    job.cluster.seconds = 60
+    if phase == "hello":
+        job.cluster.of("n2").hangs_at_start = True
+    elif phase == "preflight":
+        job.cluster.of("n2").silent_from = messages.CheckNode
+    elif phase == "starting":
+        job.cluster.of("n1").silent_from = messages.ReservePort
+    elif phase == "waiting":
+        monkeypatch.setattr(judge, "BACK_OFF_SECONDS", (30.0,) * 3)
+        job.cluster.of("n2").fault = lambda agent, body: agent.fail("boom")
+    assert job.launch().start(stop_when(job, phase)) == 0
+    assert [record.reason for record in job.of(StopRequested)] == ["user"]
+    assert job.actions[-1] == "stop" and job.seconds < 10
+    assert (job.run / "STOP").exists(), "nobody but the user removes it"
+    opened = len(job.of(Opened))
+    assert job.again() == 0 and len(job.of(Opened)) == opened
+    (job.run / "STOP").unlink()
+    assert job.again() == 0 and len(job.of(Opened)) == opened, "the stop is a fact of this launch"
+    job.launch().cluster.behaviors.clear()
+    assert job.again() == 0 and job.causes[-1] == ("finished", "")
+
+
+def test_a_time_limit_before_the_first_checkpoint_ends_it(job: Job) -> None:
+    """L2: not one more start."""
+
+    async def limit(job: Job) -> None:
+        await until(lambda: "n1" in job.cluster.agents and job.cluster.agents["n1"].epoch)
+        job.supervisor.stop.set("time-limit", "SIGUSR2")
+
+    job.cluster.seconds = 60
+    assert job.launch().start(limit) == 3 and job.cluster.requeued == []
+    assert "shorter than start-up, a step and a save" in job.of(Judged)[-1].reason
+    assert (job.run / "launch" / "HALT").exists()
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_time_limit_after_a_checkpoint_continues_in_the_next_job(job: Job, successor: bool) -> None:
+    async def limit(job: Job) -> None:
+        await until(lambda: "n1" in job.cluster.agents and job.cluster.agents["n1"].epoch)
+        job.checkpoint(5)
+        job.supervisor.stop.set("time-limit", "SIGUSR2")
+
+    job.cluster.seconds = 60
+    job.cluster.successor = successor
+    assert job.launch().start(limit) == 0 and job.cluster.requeued == ([] if successor else [[]])
+    assert job.again() == 0 and job.causes[-1] == ("finished", "")
+
+
+def test_a_run_that_stops_by_itself_for_its_wall_time_is_not_queued_again(job: Job) -> None:
+    """L5."""
+
+    def over(agent: LightAgent, body: RunRanks) -> str:
+        (job.run / "stopped.json").write_text(json.dumps({"reason": "max_wall_time is over", "batch": 3, "total": 9}))
+        agent.end(75)
+        return "over"
+
+    job.cluster.everywhere(over)
+    assert job.launch().start() == 0 and job.cluster.requeued == []
+    assert [record.reason for record in job.of(StopRequested)] == ["wall-time"] and job.actions == ["stop"]
+    assert job.again() == 0 and len(job.of(Opened)) == 1
+
+
+def test_exit_code_75_without_a_reason_is_a_failure(job: Job) -> None:
+    """I4."""
+    job.cluster.everywhere(once(lambda agent, body: agent.end(75) or "over"))
+    assert job.launch().start() == 0
+    assert job.actions == ["restart", "finish"] and not job.of(StopRequested)
+
+
+def test_a_signal_to_an_agent_is_a_preemption(job: Job) -> None:
+    def preempt(agent: LightAgent, body: RunRanks) -> Any:
+        agent.say(Signalled(15))
+        return asyncio.sleep(60)
+
+    job.cluster.of("n2").fault = preempt
+    job.cluster.of("n1").fault = lambda agent, body: asyncio.sleep(60)
+    assert job.launch().start() == 0 and job.actions == ["stop"]
+    assert [record.reason for record in job.of(StopRequested)] == ["signal"]
+    job.cluster.behaviors.clear()
+    assert job.again() == 0 and job.causes[-1] == ("finished", ""), "Slurm has brought it back"
+
+
+def test_ranks_that_do_not_stop_are_ended(job: Job) -> None:
+    def deaf(agent: LightAgent, body: RunRanks) -> Any:
+        agent.end = lambda code: None  # type: ignore[method-assign]
+        return asyncio.sleep(60)
+
+    job.cluster.everywhere(deaf)
+    assert job.launch().start(stop_when(job, "starting")) == 0
+    assert job.actions == ["stop"] and job.seconds < 10
+
+
+def leave_open(job: Job, restart: int, epoch: int) -> None:
+    """What a supervisor leaves that is killed with its node."""
+    state = StateFile(job.run / "launch")
+    state.append(Started(time=now(), launch="L0", job="7", restart=restart, host="n1", nodes=NODES, step=0))
+    state.append(Opened(time=now(), epoch=epoch, attempt=f"7.{restart}.1", nodes=("n1", "n2"), step=0))
+
+
+def test_what_a_dead_supervisor_left_open_is_closed_by_the_next(job: Job) -> None:
+    """I1."""
+    leave_open(job.launch(), 0, 1)
+    assert job.again() == 0
+    assert job.causes == [("supervisor", "n1"), ("finished", "")] and not job.of(Excluded)
+    assert [closed.epoch for closed in job.of(Closed)] == [opened.epoch for opened in job.of(Opened)]
+
+
+def test_a_host_on_which_supervisors_die_is_left_out_and_then_it_ends(job: Job) -> None:
+    """L3."""
+    job.launch()
+    for restart in range(2):
+        leave_open(job, restart, restart + 1)
+        job.supervisor = Supervisor(job.spec, job.cluster, TIMES)
+        asyncio.run(close_only(job.supervisor))
+    job.cluster.restart = 2
+    assert job.start() == 0
+    assert job.causes == [("supervisor", "n1")] * 2 + [("finished", "")]
+    assert [out.node for out in job.of(Excluded)] == ["n1"] and job.nodes[-1] == ("n2", "n3")
+
+
+async def close_only(supervisor: Supervisor) -> None:
+    supervisor.state = StateFile(supervisor.folder)
+    await supervisor._close_what_is_open()
+
+
+def test_a_batch_host_that_died_is_named_and_struck(job: Job) -> None:
+    leave_open(job.launch(), 0, 1)
+    job.cluster.lost = [LostNode("n1", "down")]
+    job.cluster.restart = 1
+    assert job.start() == 0
+    assert job.causes[0] == ("lost", "n1") and job.nodes[-1] == ("n2", "n3")
+    assert judge.strikes(job.records) == {"n1": 1}
+
+
+def test_bad_checks_swap_the_node_and_bad_spares_are_known_before_they_are_needed(job: Job) -> None:
+    job.cluster.of("n2").checks["disk"] = "/tmp is full"
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("machine", "n2") and job.nodes[1] == ("n1", "n3")
+    assert judge.strikes(job.records) == {"n2": 1}
+
+
+def test_an_unfit_spare_is_left_out_before_it_is_needed(job: Job) -> None:
+    job.cluster.of("n3").checks["disk"] = "/tmp is full"
+    assert job.launch().start() == 0
+    assert [(out.node, out.reason) for out in job.of(Excluded)] == [("n3", "/tmp is full")]
+
+
+def test_two_nodes_that_differ_are_undecided(job: Job) -> None:
+    """P5."""
+    job.cluster.of("n1").common = {"version": "2"}
+    code = job.launch().start()
+    assert job.causes[0] == ("machine", "") and set(job.of(Closed)[0].cause.suspects) == {"n1", "n2"}
+    assert judge.strikes(job.records) == {} and code in (0, 3)
+
+
+def test_a_check_that_fails_everywhere_is_final(job: Job) -> None:
+    for node in NODES:
+        job.cluster.of(node).checks["config"] = "the config is wrong"
+    assert job.launch().start() == 2 and job.causes == [("user", "")]
+
+
+def test_a_node_that_breaks_the_network_is_found_in_pairs(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", nodes=3, spares=0)
+    job.cluster.of("n2").cannot_reduce = True
+    assert job.launch().start() == 1
+    assert job.causes[0][0] == "machine" and job.cluster.requeued[0]
+
+
+def test_staging_that_fails_everywhere_is_final_at_once(tmp_path: Path) -> None:
+    """L1."""
+    job = Job(tmp_path / "run")
+    job.spec = job.spec.model_copy(update={"image": "/images/a.sqsh", "stage": "/proc/nowhere"})
+    job.cluster.staging = dict.fromkeys(NODES, "Permission denied")
+    assert job.launch().start() == 2 and "/proc/nowhere" in job.of(Judged)[-1].reason and not job.cluster.all_agents
+
+
+def test_staging_that_fails_on_a_node_leaves_it_out(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    job.spec = job.spec.model_copy(update={"image": "/images/a.sqsh", "stage": "/proc/nowhere"})
+    job.cluster.staging = {"n2": "No space left"}
+    assert job.launch().start() == 0 and job.causes[0] == ("machine", "n2") and job.nodes[1] == ("n1", "n3")
+
+
+def test_memory_errors_are_steps_of_the_config(job: Job) -> None:
+    """M1: more halvings than attempts that may fail."""
+    sizes = iter([32, 32, 16, 16, 8, 8, 4, 4])
+    job.cluster.everywhere(
+        lambda agent, body: agent.fail("out of memory", "memory", fits=next(sizes)) if body.epoch < 5 else None
+    )
+    assert job.launch().start() == 0 and job.actions == ["restart"] * 4 + ["finish"]
+
+
+def test_an_orphaned_supervisor_ends_without_touching_the_cluster(job: Job) -> None:
+    async def successor(job: Job) -> None:
+        await until(lambda: "n1" in job.cluster.agents and job.cluster.agents["n1"].epoch)
+        StateFile(job.run / "launch").append(
+            Started(time=now(), launch="L0", job="7", restart=1, host="n3", nodes=NODES, step=0)
+        )
+
+    job.cluster.seconds = 0.5
+    assert job.launch().start(successor) == 1
+    assert job.cluster.requeued == [] and job.causes == [] and not (job.run / "launch" / "HALT").exists()
+
+
+def test_a_share_of_a_preparation_is_its_own_story(tmp_path: Path) -> None:
+    job = Job(tmp_path / ".prepare-train", nodes=1, spares=0, verb="prepare")
+    seen: list[RunRanks] = []
+    job.cluster.of("n1").fault = lambda agent, body: seen.append(body)
+    assert job.start(share=Share(2, 3)) == 0
+    assert (seen[0].node_rank, seen[0].nodes) == (2, 3)
+    assert read_state(job.run / "launch" / "shares" / "2" / "state.jsonl") and not (job.run / "FINISHED").exists()
+    job.cluster = LightCluster(["n1"], str(job.run))
+    assert job.start(share=Share(3, 3)) == 0 and (job.run / "FINISHED").exists()
+
+
+def test_reports_of_an_earlier_attempt_mean_nothing(job: Job) -> None:
+    def confuse(agent: LightAgent, body: RunRanks) -> None:
+        agent.say(RanksEnded(body.epoch - 1, {0: 1}))
+        agent.say(RankProgress(body.epoch + 7, "saving", 3))
+
+    job.cluster.everywhere(confuse)
+    assert job.launch().start() == 0 and job.causes == [("finished", "")]
