@@ -88,6 +88,24 @@ def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
     assert data_in(tmp_path / "page.html")["runs"][0]["name"] == NASTY
 
 
+def test_generated_texts_and_profiles_are_tables(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"time/batch": 1, LOSS: 1.0}])
+    lines = [{"batch": n, "texts": [{"prompt": "Once", "text": f"{NASTY}{n}"}]} for n in (4, 8)]
+    (run / "generated.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"batch": 9, "texts": [1'
+    )
+    (run / "profile").mkdir()
+    table = {"steps": [3, 5], "rank": 0, "on_gpu": True, "milliseconds_per_step": {"attention": 3.0, "idle": 1.0},
+             "total_milliseconds_per_step": 4.0, "trace": "t.gz"}  # fmt: skip
+    (run / "profile" / "steps-3-5-rank-0.json").write_text(json.dumps(table))
+    (run / "profile" / "steps-7-9-rank-0.json").write_text("cut of")
+    found = read_run(run)
+    assert found["generated"] == [[8, "Once", f"{NASTY}8"], [4, "Once", f"{NASTY}4"]]
+    (profile,) = found["profiles"]
+    assert profile["title"] == "Where the time of steps 3 to 5 went on the GPU"
+    assert profile["rows"] == [["attention", "3.0 ms", "75.0%"], ["idle", "1.0 ms", "25.0%"]]
+
+
 def test_a_spike_of_one_step_survives_downsampling() -> None:
     values = [1.0] * 100_000
     values[54_321], values[54_322] = 9.0, -9.0

@@ -23,7 +23,7 @@ from runs import BATCHES, Run, ranks, weights, whole
 from ingot.config.training import LoggersConfig
 from ingot.errors import ConfigError
 from ingot.report.metrics_file import read_rows
-from ingot.report.trackers.base import TrackedRun
+from ingot.report.trackers.base import TrackedRun, Tracker
 from ingot.report.trackers.feed import Feed
 from ingot.report.trackers.registry import TRACKERS, check_logins, check_trackers, make_tracker
 
@@ -245,6 +245,59 @@ def test_after_a_rollback_the_repeated_steps_have_their_new_values(
         assert steps(read.mlflow(database)["first"]) == [1, 2, 3, 4]
     else:
         assert [p for p in read.trackio(trackio_folder, project) if p in new] == new
+
+
+def generated(batch: int, text: str = "upon a time") -> str:
+    return json.dumps({"batch": batch, "texts": [{"prompt": "Once", "text": text}]}) + "\n"
+
+
+def test_generated_texts_are_sent_once_at_their_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, {1: 1.0, 2: 2.0, 4: 4.0})
+    (folder / "generated.jsonl").write_text(generated(2) + generated(3, "<b>|x|") + generated(6))
+    run = TrackedRun("r", folder, {}, id=None, group="r", forked_from=None)
+    for _ in range(2):  # the second time all is known
+        feed = Feed("tensorboard", make_tracker(LoggersConfig.model_validate({"tensorboard": {}}), "tensorboard"), run)
+        feed.open()
+        feed.send()
+        feed.close(crashed=False)
+    texts = read.tensorboard_texts(folder, "generated")
+    assert [step for step, _ in texts] == [2, 3, 6] and "| 2 | Once | upon a time |" in texts[0][1]
+    assert r"\<b\>\|x\|" in texts[1][1]
+
+
+class Broken(Tracker):
+    """Holds what it is given in memory, and fails once in the middle."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.tables: list[tuple[int, str]] = []
+
+    def open(self, run: TrackedRun, after: int) -> str:
+        return "x"
+
+    def log(self, step: int, values: dict) -> None:
+        self.steps.append(step)
+
+    def table(self, step: int, name: str, columns: list, rows: list) -> None:
+        self.tables.append((step, name))
+        if len(self.tables) == 1:
+            raise ConnectionError("the server is gone")
+
+
+def test_rows_read_before_a_failure_are_sent_after_it_once(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    score = {"metrics/copa/0-shot/InContextLearningMultipleChoiceAccuracy": 0.5}
+    rows = [{"time/batch": 1}, {"time/batch": 2, **score}, {"time/batch": 3}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tracker = Broken()
+    feed = Feed("broken", tracker, TrackedRun("r", folder, {}, id=None, group="r", forked_from=None))
+    feed.open()
+    with pytest.raises(ConnectionError):
+        feed.send()
+    feed.send()
+    assert tracker.steps == [1, 2, 3] and tracker.tables == [(2, "evaluation")] * 2 and feed.state.sent == 3
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:

@@ -19,6 +19,14 @@ def tensorboard(folder: Path) -> Points:
     return [(event.step, event.value) for event in reader.Scalars(LOSS)]
 
 
+def tensorboard_texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0})
+    reader.Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in reader.Tensors(tag)]
+
+
 def wandb_records(folder: Path) -> Iterator[Any]:
     """The records of all offline runs: LevelDB's log format after seven bytes, as `wandb sync` reads it."""
     from wandb.proto.wandb_internal_pb2 import Record

@@ -229,3 +229,38 @@ def test_a_step_does_not_wait_for_the_device(data: Path, tmp_path: Path, wrapped
     finally:
         testing.wrap_step(plain)
     assert waited == [5, 6, 7, 8]
+
+
+def test_a_profile_shows_kernels_and_changes_nothing(data: Path, tmp_path: Path) -> None:
+    from ingot.training.profiling.tables import read_profiles
+
+    fixed = ["precision=bf16", "deterministic=true", "max_duration=8ba", "compile=false"]
+    plain = run(data, tmp_path / "plain", *fixed)
+    profiled = run(data, tmp_path / "profiled", *fixed, "profiler.steps=4-6")
+    assert [row["loss/train/total"] for row in plain] == [row["loss/train/total"] for row in profiled]
+    (table,) = read_profiles(tmp_path / "profiled")
+    assert table.on_gpu and table.milliseconds_per_step["matrix products"] > 0
+    assert table.milliseconds_per_step["attention"] > 0 and (tmp_path / "profiled" / "profile" / table.trace).exists()
+
+
+def test_a_failed_allocation_leaves_a_report_of_what_filled_the_memory(data: Path, tmp_path: Path) -> None:
+    """The run goes on with a smaller microbatch; the report says what was in memory when the large one failed."""
+    free, total = torch.cuda.mem_get_info()
+    used = total - free
+    torch.cuda.set_per_process_memory_fraction((used + (900 << 20)) / total)
+    big = ["model.vocab_size=50368", "max_seq_len=512", "global_train_batch_size=64", "device_train_microbatch_size=64",
+           "max_duration=2ba", "compile=false", "precision=fp32", "eval_interval=0ba", "data.eval=null",
+           "profiler.memory_history=true", "model.d_model=256"]  # fmt: skip
+    try:
+        run(data, tmp_path / "run", *big)
+    except Exception as error:  # if even one sequence is too much for the limit
+        assert "out of memory" in str(error)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    folder = tmp_path / "run" / "profile"
+    report = json.loads((folder / "out-of-memory-rank-0.json").read_text())
+    assert report["doing"].startswith("step ") and report["asked_bytes"] > 0 and report["allocated_bytes"] > 0
+    assert {"weights", "activations and temporary memory"} <= set(report["bytes_by_category"])
+    assert any(block.get("name") == "wte.weight" for block in report["largest_blocks"])
+    assert any("single.py" in line for line in report["stack"])
+    assert (folder / "out-of-memory-rank-0.pickle").stat().st_size > 0

@@ -10,6 +10,8 @@ from ingot.config.durations import Duration
 
 FOLDER = "evaluations"
 """In a run folder: the scores of `ingot eval`, and the tasks that failed in the run."""
+GENERATED = "generated.jsonl"
+"""In a run folder: what the run made of `generate.prompts`."""
 TaskType = Literal["language_modeling", "multiple_choice", "schema", "generation_task_with_answers"]
 
 # field names of a record: context (or its options), answer, choices

@@ -17,7 +17,14 @@ from ingot.config.evaluation import EvalConfig, TaskConfig
 from ingot.config.model import ModelConfig
 from ingot.config.parallel import ParallelConfig
 from ingot.config.secrets import secret_in
-from ingot.config.training import GuardsConfig, LoggersConfig, OptimizerConfig, ProfilerConfig, SchedulerConfig
+from ingot.config.training import (
+    GenerateConfig,
+    GuardsConfig,
+    LoggersConfig,
+    OptimizerConfig,
+    ProfilerConfig,
+    SchedulerConfig,
+)
 from ingot.divisors import divisors
 from ingot.errors import ConfigError
 from ingot.storage.names import plain_name, plain_name_from
@@ -137,6 +144,8 @@ class RunConfig(Section):
     """Execution: where metrics go."""
     profiler: ProfilerConfig = ProfilerConfig()
     """Execution: which steps to profile."""
+    generate: GenerateConfig = GenerateConfig()
+    """Execution: prompts to continue while training."""
 
     @classmethod
     def expand_shorthands(cls, values: dict[str, Any], file: Path | None = None) -> dict[str, Any]:
@@ -230,7 +239,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_durations(self) -> "RunConfig":
-        intervals = ["max_duration", "eval_interval", "log_interval", "save_keep_every", "guards.checksum_interval"]
+        intervals = ["max_duration", "eval_interval", "log_interval", "save_keep_every", "guards.checksum_interval",
+                     "generate.interval"]  # fmt: skip
         schedule = [f"scheduler.{name}" for name in ("t_warmup", "t_max", "t_scale", "t_decay", "t_cooldown")]
         for key in intervals + schedule:
             value = attrgetter(key)(self)

@@ -1,11 +1,11 @@
-"""How a run is trained and watched: optimizer, learning rate, guards, loggers, profiler.
+"""How a run is trained and watched: optimizer, learning rate, guards, loggers, prompts, profiler.
 
 Credentials of trackers never belong into a config: trackers take them from the environment or from their own login.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ingot.config.base import Section
 from ingot.config.durations import Duration, StepRange
@@ -185,6 +185,22 @@ class LoggersConfig(Section):
             values = {**values, "comet": values["cometml"]}
             del values["cometml"]
         return values
+
+
+class GenerateConfig(Section):
+    """Texts that a run generates while it trains, for people to read: in generated.jsonl, the report and trackers."""
+
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts to continue at each checkpoint, token by most likely token."""
+    interval: Duration | None = None
+    """How often, in place of at each checkpoint; also after the last batch."""
+    max_new_tokens: int = Field(default=64, ge=1, le=4096)
+    """Tokens to generate for each prompt, at most."""
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else () if value is None else value
 
 
 class ProfilerConfig(Section):

@@ -15,7 +15,9 @@ from ingot.data.loading.open_dataset import open_dataset
 from ingot.data.loading.token_dataset import Dataset
 from ingot.data.tokenizer import Tokenizer, load_tokenizer
 from ingot.errors import CheckpointError, ConfigError
+from ingot.evaluation.generated import prompt_questions
 from ingot.evaluation.in_run import EvalInputs, open_tasks
+from ingot.evaluation.tasks.prompts import Question
 from ingot.parallel.executors import device as devices
 from ingot.parallel.executors.base import Executor
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
@@ -53,6 +55,8 @@ class Inputs:
     evaluated: EvalInputs
     tokenizer: Tokenizer | None
     clock: BatchClock
+    prompts: list[Question]
+    """To continue at checkpoints."""
 
 
 def plan_execution(config: RunConfig, env: RankEnv, listener: RunListener) -> ExecutionPlan:
@@ -100,7 +104,7 @@ def open_inputs(config: RunConfig, listener: RunListener) -> Inputs:
     if not evaluated.validation:
         listener.note("no validation data, so no validation loss; name some with data.eval.path=...")
     clock = BatchClock(config.global_train_batch_size, config.max_seq_len, train.samples, config.max_duration)
-    return Inputs(train, evaluated, tokenizer, clock)
+    return Inputs(train, evaluated, tokenizer, clock, prompt_questions(config, tokenizer))
 
 
 def _has_trained(config: RunConfig) -> bool:

@@ -18,6 +18,7 @@ import torch
 from ingot.config.durations import Duration
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
+from ingot.evaluation.generated import PromptContinuations
 from ingot.evaluation.in_run import RunEvaluation
 from ingot.evaluation.validation import Evaluation
 from ingot.parallel.executors.device import explaining_nondeterminism
@@ -106,6 +107,7 @@ class Trainer:
         self.evaluation = RunEvaluation(
             config, self.inputs.clock, executor, self.inputs.evaluated, self.inputs.tokenizer, listener
         )
+        self.prompts = PromptContinuations(config, executor, self.inputs.prompts, self.inputs.tokenizer, listener)
         self.remaining = RemainingTime(self.inputs.clock, config.save_interval, self.evaluation.tokens_after)
         self.meter = StepMeter(config, executor, self.inputs.train, plan.compiled, self.remaining)
         cleanup.callback(self.meter.close)
@@ -122,6 +124,7 @@ class Trainer:
         cleanup.callback(self.profiler.close)
         state = self._resume()
         self.profiler.begin(self.progress.batch, self.progress.total)
+        self.prompts.forget_after(self.progress.batch)
         self.evaluation.agree(self.progress.batch)
         self.run.begin(self.progress.batch, self.progress.total, self.inputs.tokenizer)
         listener.begin(self.progress.batch, self.progress.total, state)
@@ -171,6 +174,8 @@ class Trainer:
                     garbage.after_step()
                     if reason and not save_due and (anomaly := self.guard.find_anomaly(wait=True)) is not None:
                         self._handle(anomaly)
+                    if not reason and self._is_generation_due(save_due):
+                        self._continue_prompts()
                     if reason or save_due:
                         self._save(final=bool(reason) or progress.is_last)
         self.profiler.finish()
@@ -257,6 +262,7 @@ class Trainer:
             if progress.batch < 0:
                 raise anomaly.error(" and there is no checkpoint yet to go back to")
             self.listener.rewind(progress.batch, state)
+            self.prompts.forget_after(progress.batch)
             done = f"back to batch {progress.batch}, to skip it from there on"
         self.executor.barrier()  # no rank writes samples before they are cut back
         if run.is_owner:
@@ -285,6 +291,16 @@ class Trainer:
         """Whether to save after this batch, the same on all ranks."""
         batch = self.progress.batch
         return not self.profiler.ends_run_at(batch) and (self.progress.is_last or self.checkpointer.is_due(batch))
+
+    def _is_generation_due(self, save_due: bool) -> bool:
+        """Whether to continue the prompts after this batch, the same on all ranks."""
+        interval = self.config.generate.interval
+        return bool(self.inputs.prompts) and (save_due if interval is None else self._is_due(interval))
+
+    def _continue_prompts(self) -> None:
+        self.stop.doing = f"the texts of step {self.progress.batch}"
+        with self._pausing("evaluation"):
+            self.prompts.write(self.progress.batch, self.run.heartbeat.alive)
 
     @contextmanager
     def _pausing(self, what: str) -> Iterator[None]:

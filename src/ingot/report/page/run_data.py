@@ -11,6 +11,7 @@ import yaml
 
 from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST, steps_in
 from ingot.config.dotted_keys import flatten
+from ingot.config.evaluation import GENERATED
 from ingot.config.load import load_config
 from ingot.config.model import ModelConfig
 from ingot.config.recipes import recipe_names
@@ -19,9 +20,11 @@ from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
 from ingot.report.page.downsample import downsample
 from ingot.storage.json_lines import read_json_lines
+from ingot.training.profiling.tables import read_profiles
 from ingot.training.runtime.run_files import CONFIG, FAILURES, FINISHED, GUARDS, LOGS, METRICS, OWNER
 
 MOST_TABLE_ROWS = 100
+MOST_TEXT = 2000  # characters of a cell
 WHERE = ("name", "save_folder", "data", "load_path", "device", "loggers")  # keys that say where, not what
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 
@@ -43,6 +46,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "series": {name: downsample(*column) for name, column in columns.items()},
         "last": {name: values[-1] for name, (_, values) in columns.items()},
         "summary": _summary(folder, config, model, columns, flops * size),
+        "profiles": _profiles(folder), "generated": _generated(folder),
         "checkpoints": _checkpoints(folder), "marks": _marks(folder),
         "config": {key: _shown(value) for key, value in flatten(config).items()}, "changed": _changed(config),
     }  # fmt: skip
@@ -160,6 +164,31 @@ def _checkpoints(folder: Path) -> list[list[Any]]:
     return rows
 
 
+def _generated(folder: Path) -> list[list[Any]]:
+    """Batch, prompt and text of the newest generated texts, the newest first."""
+    rows = []
+    for line in reversed(read_json_lines(folder / GENERATED)):
+        with suppress(KeyError, TypeError, ValueError):
+            rows += [[int(line["batch"]), _cut(each["prompt"]), _cut(each["text"])] for each in line["texts"]]
+    return rows[:MOST_TABLE_ROWS]
+
+
+def _profiles(folder: Path) -> list[dict[str, Any]]:
+    """Where the time of profiled steps went: a title, and category, milliseconds per step and share."""
+    shown = []
+    for table in read_profiles(folder):
+        total = table.total_milliseconds_per_step or 1.0
+        rows = [[name, f"{ms:,.1f} ms", f"{ms / total:.1%}"] for name, ms in table.milliseconds_per_step.items()]
+        steps = f"steps {table.steps[0]} to {table.steps[1]}"
+        where = "on the GPU" if table.on_gpu else "on the CPU"
+        shown.append({"title": f"Where the time of {steps} went {where}", "rows": rows})
+    return shown
+
+
+def _cut(text: object) -> str:
+    return redact(str(text))[:MOST_TEXT]
+
+
 def _marks(folder: Path) -> list[list[Any]]:
     """Batch, kind and text of anomalies and failures."""
     marks = [[int(line.get("batch", 0)), "anomaly", f"{line.get('what')}: {line.get('action')}"]
@@ -189,4 +218,4 @@ def _changed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return redact(str(value))[:2000]
+    return _cut(value)

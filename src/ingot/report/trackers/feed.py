@@ -9,6 +9,8 @@ ones or, where it cannot, the repeated steps go under a new run of the same grou
 """
 
 import json
+import sys
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ingot.config.evaluation import GENERATED
 from ingot.config.secrets import redact
 from ingot.report.trackers.base import Summary, TrackedRun, Tracker, Values
 from ingot.storage.atomic import write_json
@@ -38,6 +41,8 @@ class FeedState(msgspec.Struct):
     failures: int = 0
     renewed: int = 0
     """How often a rollback began a new run."""
+    generated: int = -1
+    """The last batch whose generated texts were sent."""
 
 
 @dataclass
@@ -69,8 +74,10 @@ class Feed:
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun):
         self.tracker, self.run = tracker, run
         self.state_path = run.folder / TRACKERS / f"{name}.json"
-        self.rows = LineReader(run.folder / METRICS)
         self.state = self._read_state()
+        self.logged = self.text_sent = -1
+        """What the tracker was given, which may not be flushed."""
+        self._read_from_start()
         self.last: Values = {}
         self.behind = True
         """Whether the last `send` may have left rows."""
@@ -85,31 +92,40 @@ class Feed:
         held = self.tracker.last_step()
         if held is not None:
             state.sent = held
+        state.generated = min(state.generated, state.sent)
         state.is_open = True
+        self.logged, self.text_sent = state.sent, state.generated
         self._write_state()
 
     def send(self) -> None:
-        """Send what is new."""
+        """Send what is new. What a failure leaves unsent is sent the next time."""
         rows = self.rows.read()
         self.behind = bool(rows)
-        if self._follow_rollbacks():
-            rows = self.rows.read()  # from the start; the rows read before may be of both times
-        sent = self.state.sent
-        for row in rows:
+        self.queue += rows
+        self.texts += self.text_lines.read()
+        self._follow_rollbacks()
+        while self.queue:
+            row = self.queue[0]
             step = int(row["time/batch"])
+            self._send_texts(before=step)
             self.last = {key: value for key, value in row.items() if value is not None}
-            if step > sent:
+            if step > self.logged:
                 self.tracker.log(step, self.last)
-                if scores := [[*_task_and_metric(name), self.last[name]] for name in self.last if "-shot/" in name]:
-                    self.tracker.table(step, "evaluation", ["task", "metric", "value"], scores)
-                sent = step
+                self.logged = step
+            scores = [[*_task_and_metric(name), self.last[name]] for name in self.last if "-shot/" in name]
+            if scores and step > self.state.sent:
+                self.tracker.table(step, "evaluation", ["task", "metric", "value"], scores)
+            self.queue.popleft()
+        self._send_texts(before=self.logged + 1)
         self._send_failures()
-        if sent > self.state.sent:
+        if self.logged > self.state.sent or self.text_sent > self.state.generated:
             self.tracker.flush()
-            self.state.sent = sent
+            self.state.sent, self.state.generated = self.logged, self.text_sent
             self._write_state()
 
     def close(self, crashed: bool) -> None:
+        self._send_texts(before=sys.maxsize)
+        self.state.generated = self.text_sent
         state = "crashed" if crashed else "finished" if (self.run.folder / FINISHED).exists() else "stopped"
         self.tracker.close(Summary(state, int(self.last.get("time/batch", 0)), self.last))
         self.state.closed, self.state.is_open = self.state.sent, False
@@ -122,12 +138,17 @@ class Feed:
             count += sum(row["time/batch"] > self.state.sent for row in rows)
         return count
 
+    def _read_from_start(self) -> None:
+        self.rows, self.text_lines = (LineReader(self.run.folder / name) for name in (METRICS, GENERATED))
+        self.queue: deque[dict[str, Any]] = deque()
+        self.texts: deque[dict[str, Any]] = deque()
+
     def _open_tracker(self) -> None:
         suffix = f"-rollback-{self.state.renewed}" if self.state.renewed else ""
         run = replace(self.run, id=self.state.id, suffix=suffix)
         self.state.id = self.tracker.open(run, self.state.sent)
 
-    def _follow_rollbacks(self) -> bool:
+    def _follow_rollbacks(self) -> None:
         """Rewind the tracker to where the run went back to, if it did."""
         lines = LineReader(self.run.folder / GUARDS).read()
         new, self.state.rollbacks = lines[self.state.rollbacks :], len(lines)
@@ -135,16 +156,30 @@ class Feed:
             self.tracker.event(line["batch"], "anomaly", redact(f"{line['what']}: {line['action']}"))
         back_to = min((line["back_to"] for line in new if "back_to" in line), default=None)
         if back_to is None:
-            return False
+            return
         if back_to < self.state.sent:
             if not self.tracker.rewind(back_to):
                 self.tracker.close(Summary("rolled back", back_to))
                 self.state.renewed, self.state.id, self.state.sent = self.state.renewed + 1, None, back_to
                 self._open_tracker()
             self.state.sent = self.state.closed = back_to
+            self.state.generated = min(self.state.generated, back_to)
+            self.logged, self.text_sent = self.state.sent, self.state.generated
         self._write_state()
-        self.rows = LineReader(self.rows.path)
-        return True
+        self._read_from_start()  # the rows read before may be of both times
+        self.queue += self.rows.read()
+        self.texts += self.text_lines.read()
+
+    def _send_texts(self, before: int) -> None:
+        """Send the generated texts of the batches before one."""
+        while self.texts and int(self.texts[0]["batch"]) < before:
+            line = self.texts[0]
+            batch = int(line["batch"])
+            if batch > self.text_sent:
+                rows = [[batch, text["prompt"], text["text"]] for text in line["texts"]]
+                self.tracker.table(max(batch, self.logged), "generated", ["batch", "prompt", "text"], rows)
+                self.text_sent = batch
+            self.texts.popleft()
 
     def _send_failures(self) -> None:
         lines = LineReader(self.run.folder / FAILURES).read()

@@ -40,6 +40,12 @@ class TensorBoard(Tracker):
 
         self._add(step, text_pb(f"events/{kind}", text))
 
+    def table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        lines = [columns, ["---"] * len(columns), *rows]
+        self._add(step, text_pb(name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)))
+
     def flush(self) -> None:
         self.writer.flush()
 
@@ -50,3 +56,8 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
 
         self.writer.add_event(Event(step=step, summary=content, wall_time=time.time()))
+
+
+def _cell(value: Any) -> str:
+    """A value as text of a table in Markdown."""
+    return "".join(f"\\{sign}" if sign in "|\\`*_<>[]" else sign for sign in " ".join(str(value).split()))

@@ -98,7 +98,7 @@ class MemoryWatch:
 
     def _known_tensors(self) -> Iterable[tuple[Tensor, Known]]:
         shapes = set()
-        everything = [t for t in gc.get_objects() if isinstance(t, Tensor) and _is_plain_cuda(t)]
+        everything = [t for t in gc.get_objects() if type(t) is Tensor and _is_plain_cuda(t)]
         for parameter in self.executor.parameters:
             shapes.add(tuple(local(parameter.tensor).shape))
         for tensor in everything:
@@ -156,4 +156,4 @@ def _known(category: str, name: str, tensor: Tensor) -> Known:
 
 
 def _is_plain_cuda(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.device.type == "cuda" and tensor.layout == torch.strided
+    return tensor.device.type == "cuda" and tensor.layout == torch.strided

@@ -107,7 +107,7 @@ class StepProfiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile, self._steps = torch.profiler.profile(activities=activities), []
+        self._profile, self._steps = torch.profiler.profile(activities=activities, acc_events=True), []
         self._profile.start()
 
     def _write(self, profile: Any, name: str, first: int, last: int) -> None:

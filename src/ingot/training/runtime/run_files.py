@@ -2,6 +2,7 @@
 
 from ingot.checkpoint.manifest import CHECKPOINTS
 from ingot.config.evaluation import FOLDER as EVALUATIONS
+from ingot.config.evaluation import GENERATED
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -18,6 +19,6 @@ FINISHED = "FINISHED"  # created at the end of a run
 STOPPED = "stopped.json"  # why and where a run stopped before its end
 FAILURES = "failures.jsonl"  # why processes failed
 MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
-OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, PROFILE, GUARDS, FINISHED,
-        STOPPED, FAILURES, MICROBATCH, EVALUATIONS)  # fmt: skip
+OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, GENERATED, PROFILE, GUARDS,
+        FINISHED, STOPPED, FAILURES, MICROBATCH, EVALUATIONS)  # fmt: skip
 """What `--fresh` removes."""

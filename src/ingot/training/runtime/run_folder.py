@@ -20,11 +20,10 @@ from ingot.training.runtime.run_files import CONFIG, LOGS, OURS
 FIXED = ("seed", "max_seq_len", "global_train_batch_size", "data.train.shuffle", "data.train.shuffle_seed",
          "optimizer.name")  # fmt: skip
 EXECUTION = ("name", "max_wall_time", "hang_timeout", "startup_timeout", "save_timeout", "save_folder", "load_path",
-             "device",
-             "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic", "parallel",
-             "log_interval", "loggers", "profiler", "data.prefetch_batches", "data.train.path", "data.eval",
-             "tokenizer", "save_interval", "save_num_checkpoints_to_keep", "save_keep_every", "save_weights_only",
-             "state_dict_type", "remote_save", "eval_interval", "eval.", "eval_first", "icl_",
+             "device", "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic",
+             "parallel", "log_interval", "loggers", "profiler", "generate", "data.prefetch_batches", "data.train.path",
+             "data.eval", "tokenizer", "save_interval", "save_num_checkpoints_to_keep", "save_keep_every",
+             "save_weights_only", "state_dict_type", "remote_save", "eval_interval", "eval.", "eval_first", "icl_",
              "device_eval_batch_size", "max_duration")  # fmt: skip
 
 

@@ -32,8 +32,8 @@ function classed(name, className, text, ...children) {
   return made;
 }
 
-function table(head, rows) {
-  const body = element("table");
+function table(head, rows, className) {
+  const body = className ? classed("table", className) : element("table");
   if (head) body.append(element("tr", null, ...head.map((cell) => element("th", cell))));
   for (const row of rows) body.append(element("tr", null, ...row.map((cell) => element("td", cell))));
   return classed("div", "scroll", null, body);
@@ -183,6 +183,10 @@ function runTables(run, several) {
   parts.push(element("h2", "What was run"), table(null, Object.entries(run.summary)));
   if (run.checkpoints.length) parts.push(element("h2", "Checkpoints"), table(["step", "size", "saved"], run.checkpoints));
   if (run.marks.length) parts.push(element("h2", "Anomalies and failures"), table(["batch", "kind", "what"], run.marks));
+  for (const { title, rows } of run.profiles) parts.push(element("h2", title), table(["category", "time per step", "share"], rows));
+  if (run.generated.length) {
+    parts.push(element("h2", "Samples generated at checkpoints"), table(["batch", "prompt", "most likely continuation"], run.generated, "texts"));
+  }
   const scores = Object.entries(run.last).filter(([name]) => /-shot/.test(name));
   if (scores.length) parts.push(element("h2", "Downstream scores"), table(["metric", "last value"], scores.map(([n, v]) => [n, compact(v)])));
   const changed = Object.entries(run.changed.keys || {});
