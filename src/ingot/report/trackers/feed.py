@@ -88,11 +88,11 @@ class Feed:
         if state.is_open and not self.tracker.keeps_unclosed:
             self.tracker.discard_unclosed(self.run.tracker_folder)
             state.sent = state.closed
+            state.generated = min(state.generated, state.closed)
         self._open_tracker()
         held = self.tracker.last_step()
         if held is not None:
             state.sent = held
-        state.generated = min(state.generated, state.sent)
         state.is_open = True
         self.logged, self.text_sent = state.sent, state.generated
         self._write_state()
