@@ -176,6 +176,45 @@ def test_a_sample_encoded_unlike_its_neighbors_of_the_same_size_is_refused(tmp_p
         dataset.gather(np.array([2]))
 
 
+GOOD = bytes([33, 4, 3]) + np.arange(3, dtype="<i4").tobytes()  # int32; one dimension, its size in one byte; 3
+
+
+@pytest.mark.parametrize(
+    ("encoding", "column", "message"),
+    [
+        ("ndarray", GOOD[:2], "has an empty tokens column"),
+        ("ndarray:int32", GOOD[1:2], "has an empty tokens column"),
+        ("ndarray:int32", b"", "has an empty tokens column"),
+        ("ndarray", bytes([65, *GOOD[1:], 0]), "mixes token types in one shard"),
+        ("ndarray", bytes([33, 8, 3, 1, *GOOD[3:]]), "has tokens in 2 dimensions"),
+        ("ndarray", bytes([33, 4, 4, *GOOD[3:]]), "contradicts its own length"),
+        ("ndarray", bytes([33, 5, 3, 1, *GOOD[3:]]), "contradicts its own length"),  # 259, in two bytes
+        ("ndarray", GOOD + b"x", "contradicts its own length"),
+        ("bytes", GOOD[3:] + b"x", "bytes, not a multiple of int32"),
+    ],
+    ids=map(str, range(9)),
+)
+def test_a_damaged_tokens_column_is_one_sentence(tmp_path: Path, encoding: str, column: bytes, message: str) -> None:
+    start = {"ndarray": 0, "ndarray:int32": 1, "bytes": 3}[encoding]
+    samples = [np.frombuffer(sample, np.uint8) for sample in (column, GOOD[start:])]
+    folder = write_mds(tmp_path, [samples], "bytes")  # the columns as they are
+    shard = folder / "shard.00000.mds"
+    edit_index(folder, lambda index: index["shards"][0].update(column_encodings=[encoding]))
+    with pytest.raises(DataError, match=message):
+        MdsShard(shard, read_index(folder / "index.json")[0], "int32")
+
+
+def test_a_column_beyond_its_sample_is_refused(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path, [[np.arange(3, dtype=np.int32), np.arange(9, dtype=np.int32)]], "bytes")
+    shard, (info,) = folder / "shard.00000.mds", read_index(folder / "index.json")
+    good = shard.read_bytes()
+    assert MdsShard(shard, info, "int32").tokens == 12
+    for size in (16, 0xFFFFFFFF):
+        shard.write_bytes(good[: info.header] + size.to_bytes(4, "little") + good[info.header + 4 :])
+        with pytest.raises(DataError, match="extends beyond its sample"):
+            MdsShard(shard, info, "int32")
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_no_damaged_byte_crashes_or_reads_beyond_the_shard(tmp_path: Path, equal: bool) -> None:
     """Each byte before the tokens of a small shard is changed in turn: an error or some tokens, never a crash."""

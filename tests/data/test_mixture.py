@@ -61,6 +61,13 @@ def test_without_weights_each_source_counts_by_its_size(tmp_path: Path) -> None:
     assert mixture.samples == sum(sizes)
 
 
+def test_the_fingerprint_is_of_the_sources_whatever_their_shares(tmp_path: Path) -> None:
+    """Ranks compare it at the start of a run."""
+    fingerprint = open_mix(tmp_path, web=2, books=1).fingerprint()
+    assert open_mix(tmp_path, books=5, web=1).fingerprint() == fingerprint
+    assert open_mix(tmp_path, web=2, code=1).fingerprint() != fingerprint
+
+
 def test_the_order_is_a_pure_function_of_the_position(tmp_path: Path) -> None:
     order = open_mix(tmp_path, web=2, books=1).order(1, True)
     whole = order.take(np.arange(2 * BLOCK))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import traceback
@@ -237,8 +238,9 @@ def test_a_huge_text_file_is_one_document(
     assert tokens.tolist() == expected_stream(tokenizer, [text])
 
 
+@pytest.mark.parametrize("in_one_piece", [False, True])
 def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_one_piece: bool
 ) -> None:
     from ingot.data.sources import documents
 
@@ -248,6 +250,9 @@ def test_a_huge_text_whose_end_is_bad_leaves_nothing_behind(
     (folder / "a.txt").write_text(document(1), encoding="utf-8")
     (folder / "b.txt").write_bytes("".join(f"{document(i)} " for i in range(20_000)).encode() + b"\xff\xff")
     (folder / "c.txt").write_text(document(2), encoding="utf-8")
+    if in_one_piece:
+        shutil.make_archive(str(tmp_path / "texts"), "zip", folder)
+        folder = tmp_path / "texts.zip"
     report = run(folder, tmp_path / "out", tokenizer, format="indexed", on_error="skip")
     split = report.splits["train"]
     written = tmp_path / "out" / "train" / "train_text_document"
@@ -757,6 +762,25 @@ def test_several_splits_of_a_hub_dataset_are_each_read_from_their_own(
     monkeypatch.setattr("ingot.cli.prepare.run", noted)  # the hub cannot be reached
     command("--dataset", "allenai/c4", "--data_subset", "en", "--out_root", str(tmp_path), "--splits", "train", "val")
     assert asked == [(["hf://allenai/c4?en#train"], "train"), (["hf://allenai/c4?en#validation"], "val")]
+
+
+def test_verbose_shows_the_lengths_of_the_documents(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tok")
+    texts = ["iron", "iron " * 8, "iron " * 8, "iron " * 20]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lengths = [len(tokenizer.encode(text)) + 1 for text in texts]  # and what ends a document
+    assert lengths[0] < 16 and all(32 <= n < 64 for n in lengths[1:3]) and 64 <= lengths[3] < 128
+    given = ["--path", str(tmp_path / "a.jsonl"), "--out_root", str(tmp_path / "out"), "--workers", "0", "--verbose"]
+    lines = command(*given, "--tokenizer", str(tmp_path / "tok")).splitlines()
+    at = lines.index("documents by length in tokens:")
+    short, middle, long = (line.split() for line in lines[at + 1 : at + 4])
+    assert middle == ["32", "to", "63", "2", "#" * 40] and long == ["64", "to", "127", "1", "#" * 20]
+    assert int(short[0]) <= lengths[0] <= int(short[2]) and short[3:] == ["1", "#" * 20]
+    longest = [
+        f"  longest: {n} in {tmp_path}/a.jsonl:{line}"
+        for n, line in ((lengths[3], 4), (lengths[1], 2), (lengths[2], 3))
+    ]
+    assert lines[at + 4 : at + 7] == longest
 
 
 def test_megatrons_command(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_saved_and_loaded_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
+def test_saving_writes_the_token_that_ends_a_document_where_only_its_name_told(tmp_path: Path) -> None:
+    spelled = {"<|endoftext|>": 0, "a": 1}
+    for vocabulary, expected in ((spelled, "<|endoftext|>"), ({"a": 0}, None)):
+        plain = Tokenizer(HuggingFace(models.BPE(vocab=vocabulary, merges=[])))
+        plain.save(tmp_path)
+        assert json.loads((tmp_path / "tokenizer_config.json").read_text()).get("eos_token") == expected
+        assert load_tokenizer(tmp_path).eos_id == plain.eos_id == (0 if expected else None)
+
+
 @pytest.mark.parametrize(("prefix", "named"), [("", ""), ("", "vocab.json"), ("gpt2-", "gpt2-vocab.json")])
 def test_the_two_files_of_gpt2_are_found_by_their_folder_or_the_first(
     trained: Tokenizer, tmp_path: Path, prefix: str, named: str

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import Ingot, Shared
 
+from ingot.config.model import ModelConfig
 from ingot.errors import ConfigError
 from ingot.report.page.downsample import downsample
 from ingot.report.page.live import serve
 from ingot.report.page.run_data import read_run
+from ingot.version import __version__
 
 LOSS = "loss/train/total"
 NASTY = "</script><script>window.hacked=1</script>\"'&\n\u202eabc"
@@ -76,6 +79,39 @@ def test_the_page_holds_the_values_of_the_metrics_and_needs_no_network(
     assert shown["tokens_per_step"] == 8 * 32 and shown["state"] == "finished" and shown["total"] == 12
     assert shown["changed"]["keys"]["model.d_model"] == ["2048", "32"]
     assert not re.search(r"""(src|href)=["'](?!data:)|@import|url\(""", page.read_text())
+
+
+def test_the_summary_says_what_was_trained_on_what_and_how_it_ended(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    model = ModelConfig.model_validate(values["model"])
+    validation = [row[name] for row in rows if (name := "metrics/eval/LanguageCrossEntropy") in row]
+    shown = read_run(run)
+    flops = model.flops_per_token(32) * 8 * 32
+    assert shown["flops_per_step"] == flops > 0
+    summary = {
+        "model": f"{model.family}, {model.parameters:,} parameters", "steps": "12", "tokens": "3,072",
+        "training FLOPs": f"{12 * flops:.3g}", "batch": "8 sequences of 32 tokens",
+        "data": values["data"]["train"]["path"], "precision": "fp32",
+        "validation loss": f"{validation[-1]:.4f} (best {min(validation):.4f})",
+        "training loss": f"{rows[-1][LOSS]:.4f}", "ingot version": __version__, "layout": "one process",
+    }  # fmt: skip
+    assert {name: shown["summary"].get(name) for name in summary} == summary
+    assert [size for _, size, _ in shown["checkpoints"]] == [
+        f"{sum(f.stat().st_size for f in (run / 'checkpoints' / step).iterdir()) / 1e6:,.1f} MB" for step in ("6", "12")
+    ]
+
+
+@pytest.mark.parametrize(("hours", "shown"), [(0.5, "0.5 h of 2 h since the first start (25%)"), (3.0, "3 h")])
+def test_the_time_in_training_is_a_share_of_the_time_since_the_first_start(
+    tmp_path: Path, hours: float, shown: str
+) -> None:
+    run = write_run(tmp_path / "run", [{"time/batch": 1, LOSS: 1.0, "time/train": hours}])
+    (run / "logs").mkdir()
+    lines = [f"2026-01-01T0{hour}:30:00 [batch={hour}/9] loss 1.0" for hour in (1, 2, 3)]
+    (run / "logs" / "train.log").write_text("\n".join(lines))
+    found = read_run(run)
+    assert found["summary"]["time in training"] == shown and found["total"] == 9
 
 
 def test_text_of_a_run_stays_text(tmp_path: Path) -> None:

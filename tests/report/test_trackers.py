@@ -300,6 +300,28 @@ def test_rows_read_before_a_failure_are_sent_after_it_once(tmp_path: Path) -> No
     assert tracker.steps == [1, 2, 3] and tracker.tables == [(2, "evaluation")] * 2 and feed.state.sent == 3
 
 
+@pytest.mark.parametrize("forked_from", [None, "runs/base"])
+def test_comet_is_told_where_a_run_is_what_it_comes_from_and_how_it_ended(
+    tmp_path: Path, forked_from: str | None
+) -> None:
+    folder = tmp_path / "run"
+    loggers = LoggersConfig.model_validate({"comet": {"mode": "offline"}})
+    write_run(folder, {1: 1.0, 2: 2.0})
+    run = TrackedRun("second", folder, {}, id=None, group="first", forked_from=forked_from)
+    feed = Feed("comet", make_tracker(loggers, "comet"), run)
+    feed.open()
+    feed.send()
+    feed.close(crashed=True)
+    others = read.comet_others(folder)
+    assert (others["group"], others["folder"], others["state"], others["batch"]) == (
+        "first",
+        str(folder),
+        "crashed",
+        "2",
+    )
+    assert others.get("forked from") == forked_from
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

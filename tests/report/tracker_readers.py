@@ -98,3 +98,15 @@ def trackio(folder: Path, project: str = "ingot") -> Points:
             rows = database.execute("select step, metrics from metrics").fetchall()
         found += [(step, json.loads(metrics)[LOSS]) for step, metrics in rows if LOSS in json.loads(metrics)]
     return sorted(found)
+
+
+def comet_others(folder: Path) -> dict[str, str]:
+    """What is said about a run besides its metrics and parameters."""
+    found: dict[str, str] = {}
+    for path in folder.glob("trackers/comet/*.zip"):
+        with zipfile.ZipFile(path) as archive:
+            for line in archive.read("messages.json").decode().splitlines():
+                message = json.loads(line)
+                if message["type"] == "log_other":
+                    found[message["payload"]["key"]] = str(message["payload"]["value"])
+    return found
