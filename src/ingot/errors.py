@@ -52,6 +52,12 @@ class OwnerError(IngotError):
     """Another process owns the run folder."""
 
 
+class FencedError(IngotError):
+    """A later attempt of the same run has begun: this process was left behind."""
+
+    exit_code = EXIT_FAULT
+
+
 class DiskError(IngotError):
     """A file could not be written."""
 

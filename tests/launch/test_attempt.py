@@ -117,7 +117,7 @@ def test_the_rank_that_the_others_wait_for_is_found_by_the_most_reliable_sign() 
         return f'Current thread 0x1 (most recent call first):\n  File "{file}", line 7 in {function}\n'
 
     def beat(world: int = 9, total: int = 20, batch: int = 4, at: float = 100.0) -> Beat:
-        return Beat(at, 3.0, 0.0, batch, "step", world, total)
+        return Beat(at, 3.0, 0.0, batch, "step", 0.0, world, total)
 
     stacks, beats = {rank: stack("all_reduce") for rank in range(3)}, {rank: beat() for rank in range(3)}
     cases = [

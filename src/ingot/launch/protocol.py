@@ -47,7 +47,8 @@ Files of the run folder that the launcher uses (names in `training/runtime/run_f
 | checkpoints/STEP/manifest.json | rank 0 | job script, restart policy | progress |
 
 Files of a temporary folder on each node, ingot-launch-*/, which ends with the attempt: `lock` (held while its owner
-lives), `beat-R` (heartbeat of rank R), `R` (why rank R failed, JSON), `stacks-R.txt` and `nccl-R.log`.
+lives), `beat-R` (heartbeat of rank R), `R` (why rank R failed, JSON), `stacks-R.txt`,
+`nccl-R.log` and `agent` (the agent is alive).
 
 Environment variables (those that ranks read are named where they are read, in `parallel`, `training/runtime` and
 `agent/failure.py`, which do not depend on the launcher):
@@ -65,6 +66,8 @@ Environment variables (those that ranks read are named where they are read, in `
 | INGOT_ATTEMPT | node agent | ranks | the attempt |
 | INGOT_STORE_FD | node agent | rank 0 | a socket that already listens (one node) |
 | INGOT_FAILURE_FILE | node agent | ranks | where to write why it failed |
+| INGOT_EPOCH | node agent | ranks | the attempt's number in the run; a later attempt has a higher one |
+| INGOT_AGENT_FILE | node agent | ranks | when the agent was last alive |
 | INGOT_HEARTBEAT_FILE, INGOT_STACKS_FILE | node agent | ranks | heartbeat; stacks on SIGUSR1 |
 
 Exit codes of ranks, of the node agent's `code.ATTEMPT`, and what becomes of them:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -167,15 +167,17 @@ class Console(RunListener):
     def _print(self, text: str, style: str | None = None) -> None:
         text = redact(text)
         if self.screen is not None:
-            self.screen.print(text, style=style, markup=False)
+            with suppress(OSError):  # standard output may be a file on a full disk
+                self.screen.print(text, style=style, markup=False)
         self._log(text)
 
     def _log(self, text: str) -> None:
         if self.log is None:
             self.early.append(text)
         else:
-            self.log.write(f"{datetime.now().isoformat(timespec='seconds')} {text}\n")
-            self.log.flush()
+            with suppress(OSError):  # a full disk: what is not written now is written when there is room
+                self.log.write(f"{datetime.now().isoformat(timespec='seconds')} {text}\n")
+                self.log.flush()
 
 
 def _figures(row: Row) -> str:

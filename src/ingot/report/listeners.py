@@ -61,9 +61,10 @@ def make_listeners(config: RunConfig, rank: int) -> Listeners:
     """Console and metrics for rank 0; the other ranks only log what they decide."""
     listeners: list[RunListener] = [Console(config.run_folder, rank)]
     if rank == 0:
+        warn = listeners[0].warn
         if configured(config.loggers):
             check_trackers(config.loggers, os.environ)
-            listeners.insert(0, TrackerProcess(config.run_folder, listeners[0].warn))
-        listeners.insert(0, MetricsFile(config.run_folder))
+            listeners.insert(0, TrackerProcess(config.run_folder, warn))
+        listeners.insert(0, MetricsFile(config.run_folder, warn))
         return Listeners(listeners, SystemMetrics(None if config.device == "cpu" else find_rank_env().local_rank))
     return Listeners(listeners)

@@ -3,39 +3,58 @@
 import json
 import math
 import os
+from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ingot.errors import disk_error
 from ingot.storage.json_lines import read_json_lines
 from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import METRICS
 
+MAX_UNWRITTEN_BYTES = 4 << 20  # of rows that wait for room: about a thousand
+
 
 class MetricsFile(RunListener):
-    """Appends rows. On resume the file is truncated to its size at the checkpoint."""
+    """Appends rows. On resume the file is truncated to its size at the checkpoint.
 
-    def __init__(self, folder: str):
-        self.path = Path(folder) / METRICS
-        self.file: IO[bytes] | None = None
+    A row that cannot be written (a full disk) is a warning, as a failed save is: it is kept and written later.
+    """
+
+    def __init__(self, folder: str, warn: Callable[[str], None] = lambda text: None):
+        self.path, self._warn = Path(folder) / METRICS, warn
+        self.file: FileIO | None = None
+        self._unwritten = b""
+        self._is_failing = False
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
-        self.file = self.path.open("ab")
+        self.file = self.path.open("ab", buffering=0)
         self.rewind(batch, state)
 
     def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
         assert self.file is not None
+        self._unwritten = b""
         self.file.truncate(min(int((state or {}).get("metrics_bytes", 0)), self.path.stat().st_size))
         self.file.seek(0, os.SEEK_END)
 
     def row(self, row: Row, batch: int) -> None:
-        assert self.file is not None
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        line = json.dumps(finite).encode() + b"\n"
+        if len(self._unwritten) + len(line) <= MAX_UNWRITTEN_BYTES:  # else this row is lost, and no part of it written
+            self._unwritten += line
+        self._write()
+
+    def _write(self) -> None:
+        """Write what is waiting, as far as that works."""
+        assert self.file is not None
         try:
-            self.file.write(json.dumps(finite).encode() + b"\n")
-            self.file.flush()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self.file.write(self._unwritten) :]
         except OSError as error:
-            raise disk_error("write", self.path, error) from None
+            if not self._is_failing:
+                self._warn(f"{disk_error('write', self.path, error)}; the run continues and keeps its last rows")
+        self._is_failing = bool(self._unwritten)
 
     def state(self) -> dict[str, Any]:
         assert self.file is not None
@@ -44,7 +63,9 @@ class MetricsFile(RunListener):
 
     def end(self) -> None:
         if self.file is not None:
+            self._write()
             self.file.close()
+            self.file = None
 
 
 def read_rows(folder: str | Path) -> list[Row]:

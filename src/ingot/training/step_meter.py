@@ -5,6 +5,8 @@ for an evaluation, for other ranks, or computing.
 """
 
 import math
+import os
+import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,7 @@ from ingot.training.progress import Progress
 from ingot.training.runtime.remaining_time import RemainingTime
 from ingot.training.step import StepResult
 
+NAME_BYTES = 60  # of a machine's name
 PEAK_MEMORY = ("memory/peak_reserved_mem", "memory/peak_resident_mem")  # on a GPU, on a CPU
 
 
@@ -43,6 +46,8 @@ class StepMeter:
         """Of the last row."""
         self.warning = ""
         """What the last row shows that the user should know."""
+        self.own_seconds = 0.0
+        """Of this rank, for its own work on a batch."""
         self._evaluation = 0.0  # seconds of the evaluation after a row, which the next row counts
         self._compiling = compiled  # until the first row, whose time predicts nothing
         self.restart()
@@ -155,7 +160,10 @@ class StepMeter:
         own_seconds = elapsed * (1 - row["time/communication"]) - self._paused
         ranks = self.executor.all_gather([row[memory], row["time/data"], own_seconds / self._batches])
         used, waited, own = zip(*ranks, strict=True)
-        self.warning = self.stragglers.look(own)
+        self.own_seconds = own_seconds / self._batches
+        if late := self.stragglers.look(own):  # the same on all ranks, which send the names of their machines
+            hosts = self.executor.all_gather(_encode(os.environ.get("SLURMD_NODENAME") or socket.gethostname()))
+            self.warning = f"{late[0]} on {_decode(hosts[self.stragglers.rank])} {late[1]}"
         return {
             f"{memory}/min": min(used),
             f"{memory}/max": max(used),
@@ -178,8 +186,8 @@ class StragglerWatch:
     def __init__(self) -> None:
         self.rank, self.rows, self.silent = -1, 0, 0
 
-    def look(self, own: Sequence[float]) -> str:
-        """Given each rank's own seconds per batch: a warning, or nothing."""
+    def look(self, own: Sequence[float]) -> tuple[str, str] | None:
+        """Given each rank's own seconds per batch: a warning in two parts, who and why, or nothing."""
         slowest = max(range(len(own)), key=own.__getitem__)
         median = statistics.median(own)
         late = own[slowest] > self.FACTOR * median and own[slowest] - median > 0.02
@@ -187,9 +195,17 @@ class StragglerWatch:
         self.rank = slowest if late else -1
         self.silent = max(0, self.silent - 1)
         if self.rows < self.ROWS or self.silent:
-            return ""
+            return None
         self.silent = self.QUIET
-        return (
-            f"rank {slowest} is slower than the others: {own[slowest]:.3f} s of compute per batch; median "
-            f"{median:.3f} s"
-        )
+        why = f"is slower than the others: {own[slowest]:.3f} s of compute per batch; median {median:.3f} s"
+        return f"rank {slowest}", why
+
+
+def _encode(text: str) -> list[float]:
+    """A name as numbers, which ranks exchange: six bytes fit into each."""
+    content = text.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    return [float(int.from_bytes(content[i : i + 6], "big")) for i in range(0, NAME_BYTES, 6)]
+
+
+def _decode(numbers: Sequence[float]) -> str:
+    return b"".join(int(number).to_bytes(6, "big") for number in numbers).rstrip(b"\0").decode(errors="replace")

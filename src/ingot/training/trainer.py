@@ -87,7 +87,7 @@ class Trainer:
         self.run = RunSession(config, env.rank)
         cleanup.callback(self.run.close)
         limit = config.max_wall_time.seconds if config.max_wall_time else None
-        self.stop = StopRequest(self.run.folder, limit, is_alone=env.world == 1)
+        self.stop = StopRequest(self.run.folder, limit, env.rank, is_alone=env.world == 1)
         cleanup.callback(self.stop.close)
         plan = plan_execution(config, env, listener)
         self.inputs = open_inputs(config, listener)
@@ -245,6 +245,7 @@ class Trainer:
         row |= self.checkpointer.metrics(saved_since_last_row=self.meter.has_checkpoint_wait)
         if self.scaler.enabled:
             row["trainer/loss_scale"] = self.scaler.get_scale()
+        self.run.heartbeat.own_seconds = self.meter.own_seconds
         if self.meter.warning:
             self.listener.warn(self.meter.warning)
         self.memory.tell()

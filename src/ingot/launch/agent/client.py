@@ -30,7 +30,7 @@ from ingot.launch.messages import (
 from ingot.launch.supervisor.failure_log import node_name
 
 CONNECT_SECONDS = 5.0  # for the connection, and for each line of the greeting
-RECONNECT_SECONDS = 30.0  # without a supervisor, before the agent gives up
+RECONNECT_SECONDS = 18.0  # before the agent gives up: half a minute with the time that keepalive takes to notice
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 12_000}
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
 

@@ -23,6 +23,8 @@ class RankEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
     """How long its heartbeat is overdue; 0 if it is on time."""
     phase: str = ""
     """What it was doing by its heartbeat: start, step, evaluation, save."""
+    own_seconds: float = 0.0
+    """For its own work on a batch, without waiting for others; 0 if not measured."""
     process_state: str = ""
     """The letter in /proc: T is stopped, D waits for a device or file system."""
     where: str = ""

@@ -20,6 +20,7 @@ from ingot.training.runtime.heartbeat import EVALUATION, SAVE, START, STEP
 from ingot.training.runtime.run_files import LOGS
 
 PROGRESS_SECONDS = 10.0  # between two reports of progress
+SHOW_SECONDS = 1.0  # between two signs of life to the ranks
 ASLEEP_SECONDS = 2.0  # between two looks: this machine was suspended, so its ranks get another chance
 KEPT_ATTEMPTS = 5  # whose logs are kept
 PHASES: dict[str, Phase] = {START: "starting", STEP: "running", EVALUATION: "evaluating", SAVE: "saving"}
@@ -43,7 +44,7 @@ class NodeRanks:
         plan = RankPlan(command, node, logs / order.attempt, order.attempt, env, order.epoch, transport)
         self.group = RankGroup(plan)
         self._phase: Phase | None = None
-        self._reported_at, self._looked_at = 0.0, time.monotonic()
+        self._reported_at, self._shown_at, self._looked_at = 0.0, 0.0, time.monotonic()
         self._is_late = self._is_ending = False
         self._facts: list[Report] = []
         """What the supervisor must hear of, even if the connection was lost meanwhile."""
@@ -80,6 +81,9 @@ class NodeRanks:
         was_asleep, self._looked_at = now - self._looked_at > ASLEEP_SECONDS, now
         if self._is_ending:
             return []
+        if now - self._shown_at >= SHOW_SECONDS:
+            self._shown_at = now
+            self.group.show_alive()
         found: list[Report] = []
         if not self._facts:
             found += self._failures() or self._end_of_all()

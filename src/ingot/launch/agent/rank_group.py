@@ -32,6 +32,8 @@ from ingot.launch.agent.node_state import NodeWatch
 from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.parallel.rank_env import ATTEMPT, EPOCH, STORE_FD
+from ingot.training.runtime.fence import VARIABLE as AGENT_VARIABLE
+from ingot.training.runtime.fence import write_time
 from ingot.training.runtime.heartbeat import STACKS_VARIABLE, START_SECONDS, Beat, make_file, read_beat
 from ingot.training.runtime.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
 
@@ -78,6 +80,7 @@ class RankGroup:
         listener: the socket on which rank 0 meets the others, if it is this machine's
         """
         node = self.plan.node
+        self.show_alive()
         own = _listen() if listener is None and node.port is None else None
         listener = listener or own
         if own is not None:
@@ -100,7 +103,7 @@ class RankGroup:
             STACKS_VARIABLE: str(self.folder / f"stacks-{rank}.txt"),
         }  # fmt: skip
         if plan.epoch:
-            env[EPOCH] = str(plan.epoch)
+            env |= {EPOCH: str(plan.epoch), AGENT_VARIABLE: str(self.folder / "agent")}
         if nccl_log := self.transport.unknown.get(rank):
             env |= log_to(nccl_log)
         if ATTEMPT_VARIABLE in plan.env or plan.epoch:
@@ -117,6 +120,10 @@ class RankGroup:
                 stdout=None if rank == 0 else log, stderr=log, pass_fds=descriptors, preexec_fn=end_with_parent,
                 start_new_session=True,  # Ctrl-C in a terminal reaches only the launcher, which forwards it once
             )  # fmt: skip
+
+    def show_alive(self) -> None:
+        """Tell the ranks that somebody watches them."""
+        write_time(self.folder / "agent")
 
     # --- looking
 
@@ -159,7 +166,8 @@ class RankGroup:
             if beat is not None:
                 late = max(0.0, beat.late(now)) if rank in living else 0.0
                 found = replace(found, batch=beat.batch + 1, late_seconds=late, phase=beat.phase,
-                                world_collectives=beat.world_collectives, collectives=beat.collectives)  # fmt: skip
+                                own_seconds=beat.own_seconds, world_collectives=beat.world_collectives,
+                                collectives=beat.collectives)  # fmt: skip
             if code is not None and (failure := read_written(self.folder / str(rank))) is not None:
                 found = replace(found, message=failure.message, kind=failure.kind, time=failure.time,
                                 fits=failure.fits)  # fmt: skip

@@ -25,8 +25,8 @@ START, STEP, EVALUATION, SAVE = PHASES = ("start", "step", "evaluation", "save")
 START_SECONDS = 600.0  # for imports, before a rank can say how long it may take
 SLOW_FACTOR = 10  # times the longest step so far
 WARM_UP_STEPS = 2  # that may compile, so they are part of the start
-FORMAT = struct.Struct("<dddqqqq")  # the fields of Beat, with the phase as its index
-BEAT, COUNTS = struct.Struct("<dddqq"), struct.Struct("<qq")
+FORMAT = struct.Struct("<dddqqdqq")  # the fields of Beat, with the phase as its index
+BEAT, COUNTS = struct.Struct("<dddqqd"), struct.Struct("<qq")
 COUNT_SECONDS = 0.5
 PROGRESS_BYTES = 1 << 20  # read or written: a start or a save that moves data is not hanging
 
@@ -40,6 +40,7 @@ class Beat:
     started: float  # when the rank started
     batch: int
     phase: str
+    own_seconds: float  # of its own work on a batch, without waiting for others; 0 if nobody has measured it
     world_collectives: int  # collectives of all ranks that this one has joined
     collectives: int  # collectives that it has joined, over all groups
 
@@ -66,7 +67,7 @@ class Heartbeat:
     def __init__(self, budgets: HangBudgets):
         self.budgets, self.phase, self.allowed, self.longest = budgets, START, budgets.of(START), 0.0
         self.started = self.last = time.monotonic()
-        self.batch, self.steps, self.is_measured = -1, 0, False
+        self.batch, self.steps, self.is_measured, self.own_seconds = -1, 0, False, 0.0
         self.map: mmap.mmap | None = None
         if path := os.environ.get(VARIABLE):
             with open(path, "r+b") as file:
@@ -88,7 +89,7 @@ class Heartbeat:
         """Progress other than a step: a batch of an evaluation, a part of a checkpoint."""
         if self.map is not None:
             beat = time.monotonic(), self.allowed, self.started, self.batch, PHASES.index(self.phase)
-            BEAT.pack_into(self.map, 0, *beat)
+            BEAT.pack_into(self.map, 0, *beat, self.own_seconds)
 
     def begin(self, phase: str) -> None:
         """An evaluation or a save follows: it has its own limit, and does not count as a step."""
@@ -142,7 +143,7 @@ def make_file(path: Path, allowed: float | None = None) -> None:
     """Create a heartbeat file, before its rank starts. allowed: seconds until the rank must have written to it; None
     for a command that writes none."""
     now = time.monotonic()
-    first = (now, allowed, now, -1, PHASES.index(START), 0, 0) if allowed is not None else None
+    first = (now, allowed, now, -1, PHASES.index(START), 0.0, 0, 0) if allowed is not None else None
     path.write_bytes(FORMAT.pack(*first) if first is not None else bytes(FORMAT.size))
 
 

@@ -3,41 +3,60 @@
 A second run on the same folder is refused, naming the owner. A dead owner on this machine is recognized by its process
 id. An owner on another machine counts as dead when its file has not been touched for a minute; a new run waits that
 long. Ages come from the folder's own file system, so different clocks do not matter.
+
+Attempts of a launched run have epochs (INGOT_EPOCH), each higher than the one before. A higher epoch is never refused:
+it takes the file, and waits until what is left of an earlier attempt, on a node that is cut off from the network, say,
+must have noticed. For its part, an owner with an epoch ends its process at once when it finds a higher one, and after
+half a minute in which it could not look.
 """
 
 import json
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-from ingot.errors import OwnerError, disk_error
+from ingot.errors import FencedError, OwnerError, disk_error
+from ingot.parallel.rank_env import EPOCH
+from ingot.training.runtime.fence import FENCE_SECONDS, end_process, end_when_silent
 from ingot.training.runtime.run_files import OWNER, STOP
 
 BEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 60.0
+MARGIN_SECONDS = 2.0  # between the end of a silent owner and the moment when a higher epoch relies on it
+
+
+def own_epoch() -> int:
+    """The epoch of this process's attempt; 0 outside a launched run."""
+    text = os.environ.get(EPOCH, "")
+    return int(text) if text.isdigit() else 0
 
 
 class Lease:
     """Held from construction until `release` or the death of the process."""
 
     def __init__(self, run: Path, expiry: float = EXPIRY_SECONDS):
-        self.path, self.lost = run / OWNER, False
+        self.path, self.lost, self.epoch = run / OWNER, False, own_epoch()
         pid, job = os.getpid(), os.environ.get("SLURM_JOB_ID")
-        self.content = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start_time(pid), "job": job})
+        owner = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid), "job": job}
+        self.content = json.dumps(owner | ({"epoch": self.epoch} if self.epoch else {}))
         try:
             self._acquire(expiry)
         except OSError as error:
             raise disk_error("write the run folder", run, error) from None
         self.ended = threading.Event()
+        self.last_beat = time.monotonic()
         self.thread = threading.Thread(target=self._beat, name="ingot-lease", daemon=True)
         self.thread.start()
+        if self.epoch:
+            threading.Thread(target=self._watch, name="ingot-fence", daemon=True).start()
 
     def release(self) -> None:
         self.ended.set()
-        self.thread.join()
+        self.thread.join(BEAT_SECONDS)  # longer only if the file system does not answer
         if not self.lost:
             self.path.unlink(missing_ok=True)
 
@@ -45,6 +64,12 @@ class Lease:
         """Raise if another process has taken over the folder because this one seemed dead."""
         if self.lost:
             raise OwnerError(f"{self.path.parent} was taken over by {_describe(_read(self.path))}; this run stops")
+
+    def confirm(self) -> None:
+        """Raise unless the file on disk is still this process's: to be asked before anything is committed."""
+        if self.path.read_text() != self.content:
+            self.lost = True
+            self.check()
 
     def _acquire(self, expiry: float) -> None:
         draft = self.path.with_name(f".{OWNER}.{os.getpid()}")
@@ -56,28 +81,82 @@ class Lease:
                     return
                 except FileExistsError:
                     owner = _read(self.path)
-                    if _is_alive(owner, self.path, expiry):
-                        what = f"{self.path.parent} is in use by {_describe(owner)}"
-                        raise OwnerError(f"{what}; stop it first or choose another save_folder") from None
-                    doomed = self.path.with_name(f".{OWNER}.dead-{os.getpid()}")
-                    os.replace(self.path, doomed)  # another run may have replaced the dead owner meanwhile:
-                    if _read(doomed) != owner:  # then this is its file; give it back
-                        os.replace(doomed, self.path)
-                    else:
-                        doomed.unlink()
+                if self.epoch and self._outranks(owner):
+                    return self._take_over(draft, owner)
+                if _is_alive(owner, self.path, expiry):
+                    what = f"{self.path.parent} is in use by {_describe(owner)}"
+                    raise OwnerError(f"{what}; stop it first or choose another save_folder") from None
+                doomed = self.path.with_name(f".{OWNER}.dead-{os.getpid()}")
+                os.replace(self.path, doomed)  # another run may have replaced the dead owner meanwhile:
+                if _read(doomed) != owner:  # then this is its file; give it back
+                    os.replace(doomed, self.path)
+                else:
+                    doomed.unlink()
             raise OwnerError(f"{self.path.parent} is being claimed by several runs at once; try again")
         finally:
             draft.unlink(missing_ok=True)
+
+    def _outranks(self, owner: dict) -> bool:
+        """Whether the owner belongs to an earlier attempt. A later one's presence ends this process: it is the one
+        that was left behind."""
+        epoch = owner.get("epoch")
+        if not isinstance(epoch, int):
+            return False
+        if epoch > self.epoch:
+            raise FencedError(f"{self.path.parent}: attempt {epoch} has begun; this is a leftover of {self.epoch}")
+        return epoch < self.epoch
+
+    def _take_over(self, draft: Path, owner: dict) -> None:
+        """Take the file of an earlier attempt, then wait until its owner has seen that, or has given up."""
+        touched = self.path.stat().st_mtime_ns
+        os.replace(draft, self.path)
+        if owner.get("host") == socket.gethostname():
+            pid, limit = owner.get("pid"), time.monotonic() + FENCE_SECONDS + MARGIN_SECONDS
+            while isinstance(pid, int) and _start_time(pid) == owner.get("started") and time.monotonic() < limit:
+                time.sleep(0.1)
+            return
+        with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".clock-") as clock:
+            age = (os.stat(clock.name).st_mtime_ns - touched) / 1e9
+        left = FENCE_SECONDS + MARGIN_SECONDS - max(0.0, age)
+        if left > 0:
+            print(f"waiting {left:.0f} s until {_describe(owner)} of an earlier attempt has ended", file=sys.stderr)
+            end = time.monotonic() + left
+            while (now := time.monotonic()) < end:
+                time.sleep(min(1.0, end - now))
+                if _read(self.path).get("epoch", 0) > self.epoch:
+                    self._outranks(_read(self.path))
 
     def _beat(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
             try:
                 if self.path.read_text() != self.content:
                     self.lost = True
+                    if self.epoch:
+                        end_process(f"{self.path} is now of {_describe(_read(self.path))}")
                     return
                 os.utime(self.path)
+                self.last_beat = time.monotonic()
+            except FileNotFoundError:
+                if self.epoch and not self.ended.is_set():
+                    self._restore()
             except OSError:
                 pass  # the folder is unavailable; if that lasts, saving fails
+
+    def _restore(self) -> None:
+        """Put the file back that somebody has deleted, if nobody else has."""
+        draft = self.path.with_name(f".{OWNER}.{os.getpid()}")
+        try:
+            draft.write_text(self.content)
+            os.link(draft, self.path)
+            self.last_beat = time.monotonic()
+        except OSError:
+            pass
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        """End this process when it has not been able to look for too long: the thread that looks may be stuck."""
+        end_when_silent(lambda: self.last_beat, self.ended, f"{self.path.parent} has not answered")
 
 
 def clear_stop_request(run: Path) -> None:

@@ -8,6 +8,7 @@ from typing import IO
 
 import numpy as np
 
+from ingot.errors import disk_error
 from ingot.training.runtime.run_files import SAMPLES
 
 
@@ -24,8 +25,11 @@ class SampleLog:
         if self.file is None:
             self.path.parent.mkdir(exist_ok=True)
             self.file = self.path.open("a", encoding="utf-8")
-        self.file.write(f"{batch}: {' '.join(map(str, samples.tolist()))}\n")
-        self.file.flush()
+        try:
+            self.file.write(f"{batch}: {' '.join(map(str, samples.tolist()))}\n")
+            self.file.flush()
+        except OSError as error:
+            raise disk_error("write", self.path, error) from None
 
     def close(self) -> None:
         if self.file is not None:

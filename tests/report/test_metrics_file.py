@@ -1,0 +1,71 @@
+"""metrics.jsonl on a disk that is full."""
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+from ingot.report.metrics_file import MetricsFile, read_rows
+
+
+def test_rows_that_cannot_be_written_are_kept_and_written_whole_when_there_is_room(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    metrics = MetricsFile(str(tmp_path), warnings.append)
+    metrics.begin(0, 100, None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # for this process, its files end where a full disk would
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        for batch in range(20):
+            metrics.row({"time/batch": batch}, batch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert metrics.path.stat().st_size == 100 and len(warnings) == 1
+    assert "cannot write" in warnings[0] and "the run continues" in warnings[0]
+    metrics.row({"time/batch": 20}, 20)
+    metrics.end()
+    assert [row["time/batch"] for row in read_rows(tmp_path)] == list(range(21))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("mounts a file system")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_run_goes_on_while_its_disk_is_full(data: Path, small_disk: Path) -> None:
+    run = small_disk / "run"
+    filled = threading.Event()
+
+    def fill() -> None:
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            time.sleep(0.01)
+        with (small_disk / "filler").open("wb", buffering=0) as filler:
+            for size in (1 << 16, 1):  # every byte
+                try:
+                    while True:
+                        filler.write(bytes(size))
+                except OSError:
+                    pass
+        filled.set()
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    command = [sys.executable, "-m", "ingot.cli.main", "train", *TINY, f"data={data}", f"save_folder={run}",
+               "max_duration=60ba", "save_interval=1000ba"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    thread.join(10)
+    assert filled.is_set() and "warning: cannot write" in done.stdout and "60/60" in done.stdout, done.stdout
+    assert done.returncode == 1 and "No space left on device" in done.stderr  # but its weights must be saved
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,148 @@
+"""Who owns a run folder when attempts follow each other, and how what is left of an earlier one ends: processes that
+hold a lease for real, with shorter times."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ingot.errors import EXIT_FAULT, FencedError, OwnerError
+from ingot.training.runtime import lease
+from ingot.training.runtime.fence import write_time
+from ingot.training.runtime.lease import Lease
+
+HOLD = """
+import sys, threading, time
+from pathlib import Path
+from ingot.training.runtime import fence, lease
+lease.BEAT_SECONDS, fence.FENCE_SECONDS, fence.CHECK_SECONDS, fence.GRACE_SECONDS = 0.1, 1.0, 0.1, 1.0
+lease.FENCE_SECONDS = fence.FENCE_SECONDS
+"""
+OWNER = HOLD + "held = lease.Lease(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)"
+WATCHED = HOLD + "fence.watch_agent()\nprint('held', flush=True)\ntime.sleep(60)"
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started = []
+
+    def begin(script: str, *arguments: object, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)], env=os.environ | env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def owner_elsewhere(run: Path, epoch: int | None, age: float) -> None:
+    owner = {"host": "elsewhere", "pid": 1, "started": "1", "job": "7"} | ({"epoch": epoch} if epoch else {})
+    (run / "owner.json").write_text(json.dumps(owner))
+    then = time.time() - age
+    os.utime(run / "owner.json", (then, then))
+
+
+def test_the_owner_of_an_attempt_ends_when_a_later_one_has_the_folder(start: Start, tmp_path: Path) -> None:
+    process = start(OWNER, tmp_path, INGOT_EPOCH="3")
+    owner_elsewhere(tmp_path, 4, 0)
+    assert process.wait(10) == EXIT_FAULT
+    assert "this rank ends itself" in process.communicate()[1]
+    assert json.loads((tmp_path / "owner.json").read_text())["epoch"] == 4
+
+
+def test_the_owner_of_an_attempt_ends_when_the_file_system_does_not_answer(start: Start, tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to waits, as for a server that has gone."""
+    process = start(OWNER, tmp_path, INGOT_EPOCH="3")
+    os.mkfifo(tmp_path / "pipe")
+    os.replace(tmp_path / "pipe", tmp_path / "owner.json")
+    assert process.wait(10) == EXIT_FAULT
+    assert "has not answered" in process.communicate()[1]
+
+
+def test_an_owner_without_an_epoch_is_not_ended_from_outside(start: Start, tmp_path: Path) -> None:
+    process = start(OWNER, tmp_path)
+    owner_elsewhere(tmp_path, 4, 0)
+    time.sleep(1.5)
+    assert process.poll() is None
+
+
+def test_an_owner_that_was_suspended_goes_on_if_nobody_has_taken_over(start: Start, tmp_path: Path) -> None:
+    process = start(OWNER, tmp_path, INGOT_EPOCH="3")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    assert process.poll() is None
+    (tmp_path / "owner.json").unlink()  # nor does a file that somebody has removed end it
+    time.sleep(2)
+    assert process.poll() is None and json.loads((tmp_path / "owner.json").read_text())["epoch"] == 3
+
+
+def test_a_rank_ends_when_its_agent_has_gone(start: Start, tmp_path: Path) -> None:
+    write_time(tmp_path / "agent")
+    process = start(WATCHED, INGOT_AGENT_FILE=str(tmp_path / "agent"))
+    for _ in range(20):
+        time.sleep(0.1)
+        write_time(tmp_path / "agent")
+    assert process.poll() is None
+    assert process.wait(10) == EXIT_FAULT
+    assert "the agent of this node has given no sign of life" in process.communicate()[1]
+
+
+@pytest.mark.parametrize(("age", "least", "most"), [(0, 1.0, 3.0), (60, 0.0, 0.9)])
+def test_a_later_attempt_waits_until_an_earlier_owner_must_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, least: float, most: float
+) -> None:
+    monkeypatch.setenv("INGOT_EPOCH", "4")
+    monkeypatch.setattr(lease, "FENCE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "MARGIN_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 1000.0)  # or this process would end itself
+    owner_elsewhere(tmp_path, 3, age)
+    began = time.monotonic()
+    held = Lease(tmp_path)
+    assert least <= time.monotonic() - began <= most
+    held.confirm()
+    owner_elsewhere(tmp_path, 5, 0)
+    with pytest.raises(OwnerError, match="was taken over by process 1 on elsewhere"):
+        held.confirm()
+    held.release()
+    assert (tmp_path / "owner.json").exists()
+
+
+def test_what_is_left_of_an_earlier_attempt_does_not_start_and_is_not_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INGOT_EPOCH", "4")
+    owner_elsewhere(tmp_path, 5, 0)
+    with pytest.raises(FencedError, match="attempt 5 has begun") as error:
+        Lease(tmp_path)
+    assert error.value.exit_code == EXIT_FAULT
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.json"]
+
+
+def test_a_run_of_somebody_else_is_not_taken_over_by_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 1000.0)
+    monkeypatch.setenv("INGOT_EPOCH", "4")
+    mine = Lease(tmp_path)
+    monkeypatch.delenv("INGOT_EPOCH")
+    with pytest.raises(OwnerError, match="is in use by"):
+        Lease(tmp_path)
+    mine.release()
+    mine = Lease(tmp_path)
+    monkeypatch.setenv("INGOT_EPOCH", "5")
+    with pytest.raises(OwnerError, match="is in use by"):
+        Lease(tmp_path)
+    mine.release()
