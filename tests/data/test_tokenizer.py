@@ -1,6 +1,7 @@
 """The tokenizer, and that the fast engine never gives other ids than Hugging Face."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -234,4 +235,10 @@ def test_the_first_sentence_of_the_hub_is_shown_whole_with_a_remedy(monkeypatch:
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     with pytest.raises(DataError, match=rf"\({words}\); check the connection, or download it elsewhere"):
+        load_tokenizer("no-such/tokenizer")
+
+
+def test_a_hub_id_without_the_hubs_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"no such file or folder, and hub ids need .*: pip install huggingface_hub"):
         load_tokenizer("no-such/tokenizer")
