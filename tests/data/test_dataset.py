@@ -11,7 +11,7 @@ import pytest
 from mds_bytes import edit_index, flatten, random_shards, random_tokens, write_mds
 
 from ingot.config.data import SourceConfig
-from ingot.data.loading.open_dataset import open_dataset
+from ingot.data.loading.open_dataset import fetch_index, locate, open_dataset
 from ingot.data.loading.token_dataset import IGNORE
 from ingot.errors import DataError
 
@@ -192,3 +192,39 @@ def test_sizes_in_the_config_may_have_units() -> None:
     for wrong in ("much", "-1GB", "1.2.3GB", "0"):
         with pytest.raises(ValueError, match="cache_limit"):
             SourceConfig(path="x", cache_limit=wrong)
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "message"),
+    [
+        (["a.idx", "a.bin", "b.idx", "b.bin"], None, "holds several datasets: a, b; name one with path="),
+        (
+            ["train/a.idx", "train/a.bin", "train/b.idx"],
+            "train",
+            r"train holds several datasets: a, b; name one with path=",
+        ),
+        (["a.idx"], "a", r"a\.idx exists but a\.bin does not; copy both"),
+        (["train/index.json"], "val", "has no split 'val'; it has train"),
+        (["train/index.json", "val/index.json"], None, "holds the splits train, val; name one with split="),
+        (["index.json"], "val", "is a dataset itself and has no split 'val'; set split to null for it"),
+        (["train/x.parquet"], "train", "holds 1 .parquet, but no dataset"),
+        (["notes.md"], None, "holds 1 .md, but no dataset"),
+        ([], None, "is empty; write a dataset there"),
+    ],
+)
+def test_a_folder_that_is_not_one_dataset_says_what_it_is(
+    tmp_path: Path, files: list[str], split: str | None, message: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=message):
+        locate(tmp_path, split)
+
+
+def test_a_remote_folder_of_several_datasets_asks_for_one(tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    for name in ("a.idx", "a.bin", "b.idx", "b.bin"):
+        (tmp_path / "remote" / name).touch()
+    with pytest.raises(DataError, match=r"remote holds several datasets: a, b; name one with remote="):
+        fetch_index(str(tmp_path / "remote"), tmp_path / "local", None, None)

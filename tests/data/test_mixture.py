@@ -9,7 +9,7 @@ from mds_bytes import flatten, random_shards, write_mds
 
 from ingot.config.data import SourceConfig
 from ingot.data.loading.batch_loader import BatchLoader
-from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture, _Replay
+from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture, _Replay, _shares
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
 
@@ -163,3 +163,12 @@ def test_tiny_weights_still_get_a_sample(tmp_path: Path) -> None:
 def test_an_impossible_mixture_is_refused(source: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SourceConfig(**source)
+
+
+def test_every_source_has_a_share_however_small_its_weight() -> None:
+    assert _shares([2, 1, 1]) == [BLOCK // 2, BLOCK // 4, BLOCK // 4]
+    assert _shares([1, 1e-9, 1e-9]) == [BLOCK - 2, 1, 1]
+    assert sum(_shares([1, 1, 1])) == sum(_shares([0.3] * 700)) == BLOCK
+    assert _shares([1.0] * BLOCK) == [1] * BLOCK
+    with pytest.raises(DataError, match=f"at most {BLOCK} sources"):
+        _shares([1.0] * (BLOCK + 1))

@@ -262,6 +262,7 @@ def test_the_members_of_a_zip_share_one_limit_of_expansion(tmp_path: Path, monke
         ("x.parquet", b"PAR1 nonsense", "not a readable parquet file"),
         ("x.zip", b"PK nonsense", "not a readable zip archive"),
         ("x.jsonl.zst", b"nonsense", "damaged or cut short"),
+        ("x.parquet.gz", b"", "parquet inside a compressed file cannot be read; unpack it first"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_one_sentence(
@@ -285,6 +286,17 @@ def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, e
     assert [t.decode() for b in found for t in b.texts] == (TEXTS if ends else TEXTS[:50])
     read = PrepareOptions(max_document_bytes=100_000, max_expansion=100_000)
     assert max(len(piece.lines) for piece in plan_pieces(find_files([path]), False, read)) < 150_000
+
+
+def test_a_parquet_file_without_the_column_or_without_text_in_it_is_one_sentence(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"body": ["a"], "text": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"no column 'content' \(columns: body, text\)"):
+        blocks(tmp_path / "x.parquet", json_keys=["content"])
+    with pytest.raises(DataError, match="column 'text' holds int64, not text"):
+        blocks(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "*.jsonl", "empty"])
