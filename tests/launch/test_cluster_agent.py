@@ -325,6 +325,20 @@ def test_a_run_that_is_asked_to_stop_saves_and_ends(data: Path, tmp_path: Path) 
     run(test)
 
 
+def test_ranks_that_do_not_listen_yet_end_at_once_when_asked_to_stop(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with nodes(tmp_path) as here:
+            here.start()
+            side = here.side
+            await side.ask(here.order())
+            await asyncio.sleep(0.5)
+            await side.ask(StopRanks(3, "user"))
+            await until(lambda: side.seen(RanksEnded))
+            assert side.seen(RanksEnded)[0].codes == {0: 75} and not side.seen(Suspicion)
+
+    run(test)
+
+
 def test_a_hang_is_suspected_once_and_explained_when_asked(tmp_path: Path) -> None:
     async def test() -> None:
         script = """

@@ -23,6 +23,7 @@ PROGRESS_SECONDS = 10.0  # between two reports of progress
 SHOW_SECONDS = 1.0  # between two signs of life to the ranks
 ASLEEP_SECONDS = 2.0  # between two looks: this machine was suspended, so its ranks get another chance
 KEPT_ATTEMPTS = 5  # whose logs are kept
+TEARDOWN_KILL_SECONDS, TEARDOWN_FOLDER_SECONDS = 8.0, 1.0  # the supervisor waits 10 s for an answer
 PHASES: dict[str, Phase] = {START: "starting", STEP: "running", EVALUATION: "evaluating", SAVE: "saving"}
 
 
@@ -46,6 +47,7 @@ class NodeRanks:
         self._phase: Phase | None = None
         self._reported_at, self._shown_at, self._looked_at = 0.0, 0.0, time.monotonic()
         self._is_late = self._is_ending = False
+        self._collected: NodeEvidence | None = None
         self._facts: list[Report] = []
         """What the supervisor must hear of, even if the connection was lost meanwhile."""
 
@@ -53,17 +55,20 @@ class NodeRanks:
         self.group.start(listener)
 
     def stop(self) -> None:
-        """Have the ranks save after the current step, and end."""
+        """Have the ranks save after the current step, and end. One that does not yet listen to signals ends at once,
+        which is not a failure either."""
+        self.group.forgiven = -signal.SIGUSR2
         self.group.signal(signal.SIGUSR2)
 
     def evidence(self, is_hang: bool = False) -> NodeEvidence:
-        return self.group.evidence(is_hang)
+        self._collected = self.group.evidence(is_hang)
+        return self._collected
 
     def end(self) -> tuple[tuple[int, ...], NodeEvidence]:
         """Kill the ranks. Returns those that did not die, and what was known of all before."""
         self._is_ending = True
-        evidence = self.group.evidence()
-        left = self.group.kill()
+        evidence = self._collected or self.group.evidence(folder_seconds=TEARDOWN_FOLDER_SECONDS)
+        left = self.group.kill(TEARDOWN_KILL_SECONDS)
         self.group.close(0.0)
         return left, evidence
 

@@ -30,10 +30,10 @@ class NodeWatch:
         self._lines: list[str] = []
         self._oom_kills = count_oom_kills()
 
-    def look(self, logs: Path) -> NodeEvidence:
+    def look(self, logs: Path, seconds: float = FOLDER_SECONDS) -> NodeEvidence:
         """What has happened since, and whether the folder of the logs can be used."""
         self._read_kernel_log()
-        return NodeEvidence(node_name(), device_errors=tuple(self._lines), site=folder_problem(logs),
+        return NodeEvidence(node_name(), device_errors=tuple(self._lines), site=folder_problem(logs, seconds),
                             oom_kills=max(0, count_oom_kills() - self._oom_kills), boot_id=boot_id(),
                             logs=str(logs))  # fmt: skip
 

@@ -28,7 +28,7 @@ from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
 from ingot.launch.agent.failure import FAILURE_VARIABLE, Failure, read_failure, read_written
 from ingot.launch.agent.hang_diagnosis import dump_stacks, innermost, process_state
 from ingot.launch.agent.local_ranks import Node
-from ingot.launch.agent.node_state import NodeWatch
+from ingot.launch.agent.node_state import FOLDER_SECONDS, NodeWatch
 from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.parallel.rank_env import ATTEMPT, EPOCH, STORE_FD
@@ -67,6 +67,8 @@ class RankGroup:
     def __init__(self, plan: RankPlan):
         self.plan, node = plan, plan.node
         self.processes: dict[int, subprocess.Popen] = {}
+        self.forgiven: int | None = None
+        """The exit code of a rank that was asked to stop before it could listen."""
         plan.logs.mkdir(parents=True, exist_ok=True)
         self.watch = NodeWatch()
         self._closing = contextlib.ExitStack()
@@ -129,7 +131,8 @@ class RankGroup:
 
     def codes(self) -> dict[int, int]:
         """Exit codes of the ranks that have ended."""
-        return {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
+        codes = {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
+        return {rank: EXIT_CONTINUE if code == self.forgiven else code for rank, code in codes.items()}
 
     def failed(self) -> bool:
         return any(code not in NO_FAILURE for code in self.codes().values())
@@ -150,9 +153,12 @@ class RankGroup:
         """What a rank that has failed wrote, or what its exit code says."""
         return read_failure(self.folder / str(rank), code)
 
-    def evidence(self, is_hang: bool = False) -> NodeEvidence:
-        """All that is known of the ranks; of a hang, with the place where each is, which takes a second."""
-        node = self.watch.look(self.plan.logs)
+    def evidence(self, is_hang: bool = False, folder_seconds: float = FOLDER_SECONDS) -> NodeEvidence:
+        """All that is known of the ranks; of a hang, with the place where each is, which takes a second.
+
+        folder_seconds: for the run folder's file system to answer
+        """
+        node = self.watch.look(self.plan.logs, folder_seconds)
         living = self.living()
         states = {rank: process_state(process.pid) for rank, process in living.items()}
         stacks = dump_stacks(living, self.folder) if is_hang else {}

@@ -67,8 +67,10 @@ class StopRequest:
             self.old_handlers = {s: signal.signal(s, self._handle) for s in SIGNALS if not ignores_hangup(s)}
 
     def close(self) -> None:
+        """The run has ended. A request that comes after that must not kill a process that a launcher watches: it would
+        look like a failure."""
         for number, handler in self.old_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_IGN if HEARTBEAT in os.environ else handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before, self.number = self.number, REASONS.index(signal.Signals(number).name)
