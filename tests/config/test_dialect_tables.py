@@ -32,7 +32,8 @@ def base(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_key_stands_in_one_table_only(name: str) -> None:
     d = DIALECTS[name]
-    keys = [*d.table["renamed"], *d.table["choices"], *d.reasons, *d.refusals, *d.table["computed"]]
+    keys = [*d.table["renamed"], *d.table["choices"], *d.reasons, *d.refusals, *d.table["computed"],
+            *d.table["trackers"]]  # fmt: skip
     assert len(keys) == len(set(keys))
 
 
@@ -46,7 +47,12 @@ def test_tables_name_native_keys_that_exist(name: str) -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_every_key_has_a_target_or_a_reason(name: str) -> None:
     d = DIALECTS[name]
-    texts = {**d.table["computed"], **d.reasons, **{key: why for key, (_, why) in d.refusals.items()}}
+    texts = {
+        **d.table["computed"],
+        **d.table["trackers"],
+        **d.reasons,
+        **{key: why for key, (_, why) in d.refusals.items()},
+    }
     texts |= {key: " ".join(map(str, entry["names"].values())) for key, entry in d.table["choices"].items()}
     assert d.keys == {*texts, *d.table["renamed"]} and all(isinstance(text, str) and text for text in texts.values())
 
@@ -75,7 +81,8 @@ def test_a_computed_key_becomes_what_its_table_says(name: str, monkeypatch: pyte
 def test_odd_values_are_translated_or_refused_but_never_break(name: str, value: object) -> None:
     given = base(name)
     dialect = DIALECTS[name]
-    for key in (*dialect.table["renamed"], *dialect.table["choices"], *dialect.table["computed"]):
+    for key in (*dialect.table["renamed"], *dialect.table["choices"], *dialect.table["computed"],
+                *dialect.table["trackers"]):  # fmt: skip
         translation = Translation(dialect, {**given, key: value}, {}).run()
         assert key in translation.rows
         try:

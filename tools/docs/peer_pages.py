@@ -39,7 +39,7 @@ def dialect_page(dialect: Dialect) -> str:
     for key, entry in dialect.table["choices"].items():
         names = ", ".join(f"`{name}`" for name in entry["names"])
         rows[key] = (f"`{entry['native']}`: " if "native" in entry else "") + f"one of {names}; others are refused"
-    rows |= {key: _native(text) for key, text in dialect.table["computed"].items()}
+    rows |= {key: _native(text) for part in ("computed", "trackers") for key, text in dialect.table[part].items()}
     for key in rows:
         rows[key] += _default(dialect, key)
     rows |= {key: f"not needed: {why}" for key, why in dialect.reasons.items()}

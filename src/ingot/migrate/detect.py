@@ -224,7 +224,7 @@ def _check_open(merged: DictConfig, origins: Origins, dialect: Dialect) -> None:
     known, problems = set(all_keys(raw)), list[str]()
     for key, value in all_strings(raw):
         names = [n for n in re.findall(r"\$\{([^}]*)\}", value) if n not in known and not n.startswith(".")]
-        if names and any(above in dialect.reasons for above in (key, *ancestors(key))):
+        if names and any(above in dialect.without_effect for above in (key, *ancestors(key))):
             OmegaConf.update(merged, key, value.replace("${", "$"))
         elif names:
             give = " ".join(f"{name}=..." for name in names)

@@ -12,6 +12,7 @@ from typing import Any
 from ingot.config.dotted_keys import flatten
 from ingot.errors import ConfigError
 from ingot.migrate.megatron_common import put_parallel
+from ingot.migrate.trackers import native_override_of, put_foundry_trackers
 from ingot.migrate.translation import REFUSED, Dialect, Translation, order_of
 
 INITS = ("model.init_config.name", "model.param_init_fn")
@@ -38,6 +39,7 @@ def _translate(t: Translation) -> None:
     elif isinstance(loaders := t.get("eval_loader"), list):
         _eval_loaders(t, loaders)
     _tasks(t)
+    put_foundry_trackers(t)
 
 
 def _model(t: Translation) -> None:
@@ -344,6 +346,8 @@ def native_override(override: str) -> list[str]:
     choice = FOUNDRY.table["choices"].get(key, {})
     if "native" in choice and value in choice["names"]:
         return [f"{choice['native']}={choice['names'][value]}"]
+    if (tracker := native_override_of(key, value)) is not None:
+        return tracker
     if key in FOUNDRY.reasons:
         print(f"{key}: not needed here, because {FOUNDRY.reasons[key]}", file=sys.stderr)
         return []

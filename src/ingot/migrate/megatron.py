@@ -12,6 +12,7 @@ from typing import Any
 
 from ingot.errors import ConfigError
 from ingot.migrate import megatron_common as common
+from ingot.migrate.trackers import put_megatron_trackers
 from ingot.migrate.translation import Dialect, Translation, show
 
 LAUNCHED = ("nnodes", "nproc_per_node")  # torchrun's
@@ -21,7 +22,7 @@ FORK = "v3.0"  # Megatron-LM's release whose defaults Megatron-DeepSpeed has
 
 def _translate(t: Translation) -> None:
     for key, value in t.given.items():
-        if "$" in str(value) and key not in (*t.dialect.reasons, *LAUNCHED, "deepspeed_config"):
+        if "$" in str(value) and key not in (*t.dialect.without_effect, *LAUNCHED, "deepspeed_config"):
             why = t.unsettled.get(key, "the script takes it from elsewhere;")
             t.refuse(key, f"{why} give {key}=... after the file")
     if t.get("deepspeed") and t.peer_version is None:
@@ -36,6 +37,7 @@ def _translate(t: Translation) -> None:
     _model(t)
     _training(t)
     _schedule(t)
+    put_megatron_trackers(t)
 
 
 def _model(t: Translation) -> None:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from ingot.migrate import megatron_common as common
+from ingot.migrate.trackers import put_neox_trackers
 from ingot.migrate.translation import Dialect, Translation
 
 
@@ -21,6 +22,7 @@ def _translate(t: Translation) -> None:
     _training(t)
     _data(t)
     _optimizer(t)
+    put_neox_trackers(t)
 
 
 def _model(t: Translation) -> None:

@@ -45,6 +45,11 @@ class Dialect:
         return {key: entry["why"] for entry in self.table["not_needed"] for key in entry["keys"]}
 
     @cached_property
+    def without_effect(self) -> frozenset[str]:
+        """Keys that change nothing of what a run computes, whatever their values are."""
+        return frozenset([*self.reasons, *self.table["trackers"]])
+
+    @cached_property
     def refusals(self) -> dict[str, tuple[list[str], str]]:
         """The values of a key that are accepted although it is refused, and why it is."""
         found: dict[str, tuple[list[str], str]] = {}
@@ -57,7 +62,7 @@ class Dialect:
 
     @cached_property
     def keys(self) -> frozenset[str]:
-        return frozenset([*(key for part in ("renamed", "choices", "computed") for key in self.table[part]),
+        return frozenset([*(key for part in ("renamed", "choices", "computed", "trackers") for key in self.table[part]),
                           *self.reasons, *self.refusals])  # fmt: skip
 
     @cached_property

@@ -252,7 +252,7 @@ def _kind(option: str) -> str:
         return "none"
     if key in table["lists"]:
         return "many"
-    known = key in table["computed"] or key in table["renamed"] or key in table["choices"]
+    known = any(key in table[part] for part in ("computed", "renamed", "choices", "trackers"))
     return "one" if known or VALUED.match(key) else ""
 
 
@@ -260,7 +260,7 @@ def without_effect(group: list[Text]) -> bool:
     """Whether an option with its values changes nothing, whatever the values are."""
     option, *values = group
     text = shown(option)
-    if not text.startswith("--") or _key(text) not in MEGATRON.reasons:
+    if not text.startswith("--") or _key(text) not in MEGATRON.without_effect:
         return False
     unknown = [i for i, word in enumerate(values) if any(piece.why for piece in word)]
     if any(piece.why for piece in option) and "=" not in option[0].text:
