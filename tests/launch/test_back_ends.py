@@ -170,7 +170,7 @@ def test_a_slurm_that_says_nothing_leaves_the_state_unknown_and_nothing_is_done(
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
     assert refused.returncode == 2 and "cannot tell whether a job" in refused.stderr
     assert not calls["sbatch"].exists() and not calls["scancel"].exists()
-    put_on_path(monkeypatch, tmp_path / "bin", "squeue", "print('JOBID|STATE|COMMAND|REASON')")
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue", "print('JOBID|STATE|COMMAND|END_TIME|REASON')")
     assert "state: stopped by the file STOP" in ingot("status", str(run)).stdout
     forgotten = "sys.exit('slurm_load_jobs error: Invalid job id specified')"
     put_on_path(monkeypatch, tmp_path / "bin", "squeue", forgotten)
@@ -191,17 +191,18 @@ def test_a_job_that_has_not_ended_for_good_keeps_the_run_folder(
     refused = ingot("launch", "slurm", *tiny, "--profile", "cpu", check=False)
     assert refused.returncode == 2 and f"already has a job: 42: {state}" in refused.stderr
     assert not calls.exists()
-    assert "state: queued" in ingot("status", str(run)).stdout
+    shown = "suspended" if state == "STOPPED" else "queued" if state in ("STAGE_OUT", "A_NEW_STATE") else "held"
+    assert f"state: {shown}\nnext: job 42 is {state}" in ingot("status", str(run)).stdout
 
 
 # as squeue shows jobs 41 to 43, of which 41 was put back and held while 42 and 43 ran
 HELD = """
 import re
-print("JOBID|STATE|COMMAND|REASON")
+print("JOBID|STATE|COMMAND|END_TIME|REASON")
 for job in re.findall(r"\\d+", next(a for a in sys.argv if a.startswith("--jobs"))):
     if job in ("41", "42"):
         state, reason = ("SPECIAL_EXIT", "job requeued in held state") if job == "41" else ("COMPLETED", "None")
-        print(f"{{job}}|{{state}}|{script}|{{reason}}")
+        print(f"{{job}}|{{state}}|{script}|N/A|{{reason}}")
 """
 
 
@@ -215,7 +216,7 @@ def test_an_earlier_job_that_is_held_keeps_the_run_folder_and_its_reason_is_show
     squeue = put_on_path(monkeypatch, tmp_path / "bin", "squeue", HELD.format(script=f"{run}/launch/job.sh"))
     calls = {name: put_on_path(monkeypatch, tmp_path / "bin", name) for name in ("sbatch", "scancel")}
     said = ingot("status", str(run)).stdout
-    assert "state: queued" in said and "job 42: COMPLETED" in said
+    assert "state: held" in said and "command: scontrol release 41" in said and "job 42: COMPLETED" in said
     assert (
         "job 41: SPECIAL_EXIT (job requeued in held state: it was put back and is held: `scontrol release 41`" in said
     )
@@ -239,7 +240,7 @@ def test_a_number_that_another_cluster_has_given_out_again_is_not_a_job_of_this_
     for script, shown in {other / "launch" / "job.sh": False, other / "launch" / "mine.sh": False,
                           tmp_path / "link" / "launch" / "job.sh": True, run / "launch" / "job.sh": True,
                           tmp_path / "moved" / "launch" / "job.sh": True}.items():  # fmt: skip
-        put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42|RUNNING|{script}|None')")
+        put_on_path(monkeypatch, tmp_path / "bin", "squeue", f"print('42|RUNNING|{script}|N/A|None')")
         assert ("job 42: RUNNING" in ingot("status", str(run)).stdout) == shown, script
 
 

@@ -5,6 +5,7 @@ config is checked here, on the login node, before anything is queued.
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec, make_spec
 from ingot.launch.supervisor.failure_log import read_all_failures
+from ingot.launch.supervisor.judge import strikes as struck_nodes
+from ingot.launch.supervisor.records import Opened
+from ingot.launch.supervisor.state_file import STATE, StateError, read_state
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.plurals import count_of
@@ -78,9 +82,19 @@ def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
-    """Nodes with at least this many failures of their own, over all jobs of a run."""
-    hosts = [line["host"] for line in read_all_failures(run) if line["kind"] in NODE_KINDS]
-    counts = Counter([*LaunchFolder(run).lost_nodes(), *(host for host in hosts if host and isinstance(host, str))])
+    """Nodes with at least this many faults of their own, over all jobs of a run. For attempts that version 0.1 made,
+    there are no records of a supervisor but lines of `failures.jsonl`."""
+    launch = LaunchFolder(run)
+    counts: Counter[str] = Counter(launch.lost_nodes())
+    recorded: set[str] = set()
+    for path in [launch.path / STATE, *launch.path.glob(f"shares/*/{STATE}")]:
+        with suppress(StateError):  # a launch refuses that, with the reason
+            records = read_state(path)
+            counts.update(struck_nodes(records))
+            recorded |= {record.attempt for record in records if isinstance(record, Opened)}
+    earlier = [line for line in read_all_failures(run) if line["attempt"] not in recorded]
+    hosts = [line["host"] for line in earlier if line["kind"] in NODE_KINDS]
+    counts.update(host for host in hosts if host and isinstance(host, str))
     return {host: count for host, count in counts.items() if count >= least}
 
 

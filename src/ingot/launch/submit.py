@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from ingot.errors import ConfigError, IngotError
 from ingot.launch.agent.environment import read_secret
@@ -16,10 +19,10 @@ from ingot.launch.monitor.owner import living_owner
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.commands import cancel, submit
 from ingot.launch.slurm.script import render_scripts
-from ingot.launch.spec import LaunchSpec, read_spec
+from ingot.launch.spec import LaunchSpec, make_spec, read_spec
 from ingot.launch.supervisor.failure_log import mark_start
 from ingot.launch.supervisor.records import Launched
-from ingot.launch.supervisor.state_file import StateFile, now
+from ingot.launch.supervisor.state_file import STATE, StateFile, now
 from ingot.training.runtime.run_files import FAILURES, FINISHED
 
 
@@ -96,9 +99,9 @@ def _only_job(launch: LaunchFolder) -> Iterator[None]:
 def _recorded(spec: LaunchSpec, leftovers: Sequence[Path]) -> Iterator[None]:
     """Note that a user starts the run, and remove what would end it again. If it cannot be submitted, all is as
     before."""
-    run = Path(spec.run_folder)
-    state = StateFile(LaunchFolder(run).path)
-    changed = [*leftovers, state.path, run / FAILURES]
+    run, folder = Path(spec.run_folder), LaunchFolder(Path(spec.run_folder)).path
+    states = [StateFile(folder), *(StateFile(path.parent) for path in sorted(folder.glob(f"shares/*/{STATE}")))]
+    changed = [*leftovers, *(state.path for state in states), run / FAILURES]
     before = {path: path.read_bytes() if path.exists() else None for path in changed}
     try:
         for path in leftovers:
@@ -106,8 +109,9 @@ def _recorded(spec: LaunchSpec, leftovers: Sequence[Path]) -> Iterator[None]:
         mark_start(run)
         record = Launched(time=now(), launch=objects.new_launch_id(), back_end="slurm", nodes=spec.nodes,
                           spares=spec.spares, chain=spec.chain)  # fmt: skip
-        if not state.append(record):
-            raise ConfigError(f"cannot write {state.path}: is its disk full?")
+        for state in states:  # each share of a preparation has a supervisor
+            if not state.append(record if state is states[0] else msgspec.structs.replace(record, nodes=1)):
+                raise ConfigError(f"cannot write {state.path}: is its disk full?")
         yield
     except BaseException:
         for path, content in before.items():
@@ -118,11 +122,18 @@ def _recorded(spec: LaunchSpec, leftovers: Sequence[Path]) -> Iterator[None]:
         raise
 
 
-def spec_to_resume(run: Path) -> tuple[LaunchSpec, str]:
-    """The spec of a launched run, without the nodes that have failed since, and the back end that it ran on."""
+def spec_to_resume(
+    run: Path, time: str | None = None, exclude: Sequence[str] = (), use: Sequence[str] = ()
+) -> tuple[LaunchSpec, str]:
+    """The spec of a launched run, without the nodes that have failed since, and the back end that it ran on.
+
+    time: another time limit
+    exclude, use: nodes to leave out in addition, and nodes to use in spite of their failures
+    """
     launch = LaunchFolder(run)
     spec, jobs = read_spec(launch.spec_file), launch.jobs()
     seconds = read_times(run).signal_seconds
-    exclude = sorted({*spec.exclude, *strikes(run)})
-    changes = {"exclude": exclude, **({"signal_seconds": seconds} if spec.verb == "train" else {})}
-    return spec.model_copy(update=changes), jobs[-1].back_end if jobs else "slurm"
+    changes: dict[str, Any] = {"exclude": sorted({*spec.exclude, *strikes(run), *exclude} - set(use))}
+    changes |= {"signal_seconds": seconds} if spec.verb == "train" else {}
+    changes |= {"time": time} if time is not None else {}
+    return make_spec(spec.model_dump() | changes), jobs[-1].back_end if jobs else "slurm"

@@ -19,6 +19,13 @@ app = typer.Typer(add_completion=False)
 @app.command("resume", cls=OptionCommand)
 def resume(
     run: Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="Run folder, or id of a job.")],
+    time: Annotated[str | None, typer.Option("--time", "-t", help="Another time limit (Slurm).")] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", "-x", help="A node not to use, in addition; repeatable.")
+    ] = None,
+    use: Annotated[
+        list[str] | None, typer.Option("--use", help="A node to use again that was excluded; repeatable.")
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Launch a run again, without the nodes that failed.
@@ -27,10 +34,11 @@ def resume(
 
     Examples:
       ingot launch resume runs/mpt-30b
-      ingot launch resume 12345 --dry-run
+      ingot launch resume 12345 --time 48:00:00 --dry-run
+      ingot launch resume runs/mpt-30b --use n17
     """
     folder = find_run(run).absolute()
-    spec, back_end = spec_to_resume(folder)
+    spec, back_end = spec_to_resume(folder, time, exclude or (), use or ())
     if back_end == "slurm":
         submit(spec, dry_run)
     elif back_end == "local":

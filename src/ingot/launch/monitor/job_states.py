@@ -39,6 +39,8 @@ class JobState:
     state: str
     reason: str = ""
     """Why it waits, if the back end says so."""
+    end: str = ""
+    """When its time limit is over, if it runs and has one."""
 
     @property
     def is_living(self) -> bool:
@@ -127,7 +129,7 @@ def _ask(run: Path, back_end: str, jobs: Sequence[Job]) -> list[JobState] | None
         queued = queued_jobs([job.id for job in jobs])
         if queued is None:
             return None
-        return [JobState(q.id, q.state, explain(q)) for q in queued if belongs_to(q, LaunchFolder(run).path)]
+        return [JobState(q.id, q.state, explain(q), q.end) for q in queued if belongs_to(q, LaunchFolder(run).path)]
     if back_end == "local":
         return [JobState(job.id, "RUNNING") for job in jobs if _is_launcher(job)]
     try:

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.config.secrets import redact
+from ingot.launch.monitor.advice import without_bad_advice
+from ingot.launch.monitor.attempts import attempts_of, read_launches
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.training.runtime.run_files import LOGS
 
 TAIL = 40  # lines of a failed rank's log
+MOST_FILES = 4  # of what nodes printed
 
 
 def log_files(run: Path, rank: int | None) -> list[Path]:
@@ -34,11 +37,39 @@ def new_lines(files: list[Path], places: dict[str, int]) -> Iterator[str]:
 
 
 def error_lines(run: Path) -> list[str]:
-    """The first cause of each failure, and the end of the log of the rank that failed last."""
-    failures = read_all_failures(run)
-    if not failures:
-        return ["no failure is recorded"]
-    lines = [f"{f['time']} attempt {f['attempt']}, rank {f['rank']} on {f['host']}: {f['message']}" for f in failures]
-    for path in log_files(run, failures[-1]["rank"])[-1:]:
+    """The cause of each failure, and the end of the log of the rank that failed last, in the attempt that it failed."""
+    launches, problem = read_launches(run)
+    attempts = sorted((a for view in launches for a in attempts_of(view) if a.closed), key=lambda a: a.closed)
+    failed = [attempt for attempt in attempts if attempt.kind not in ("finished", "stopped")]
+    known = {attempt.attempt for attempt in attempts}
+    earlier = [failure for failure in read_all_failures(run) if failure["attempt"] not in known]
+    if not failed and not earlier:
+        return [problem] if problem else ["no failure is recorded"]
+    lines = [problem] if problem else []
+    for f in earlier:
+        message = without_bad_advice(f["message"])
+        lines.append(f"{f['time']} attempt {f['attempt']}, rank {f['rank']} on {f['host']}: {message}")
+    lines += [f"{attempt.closed} attempt {attempt.line()}" for attempt in failed]
+    if failed:
+        shown = _evidence(run, failed[-1].attempt, failed[-1].rank, failed[-1].kind)
+    else:
+        shown = _evidence(run, str(earlier[-1]["attempt"]), earlier[-1]["rank"], earlier[-1]["kind"])
+    for path in shown:
         lines += ["", f"the end of {path}:", *path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]]
     return [redact(line) for line in lines]
+
+
+def _evidence(run: Path, attempt: str, rank: int, kind: str) -> list[Path]:
+    """The files that show why an attempt failed: of its failing rank, or, without one, what its nodes printed."""
+    folder = run / LOGS / attempt if (run / LOGS / attempt).is_dir() else run / LOGS
+    paths = [folder / f"rank-{rank}.log"] + [folder / f"stacks-{rank}.txt"] * (kind == "hang") if rank >= 0 else []
+    found = [path for path in paths if _has_content(path)]
+    if found:
+        return found
+    output = LaunchFolder(run).path / "output"
+    printed = [*output.glob(f"{attempt}.*.out"), *output.glob(f"{attempt.rpartition('.')[0]}.*.out")]
+    return sorted(path for path in printed if _has_content(path))[:MOST_FILES] or LaunchFolder(run).slurm_logs()[-1:]
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0

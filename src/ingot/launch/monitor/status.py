@@ -1,30 +1,38 @@
-"""How a run is doing, from its folder alone and, where it was launched, from its back end.
+"""How a run is doing: from its folder, the records of its supervisor, and, where it was launched, its back end.
 
-Silence proves nothing: a cluster that does not answer leaves the state "unknown".
+Silence proves nothing: a cluster that does not answer leaves the state "unknown". Runs of version 0.1 have no records;
+of them the folder and the back end say less.
 """
 
 import json
 import re
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
 from ingot.launch.build_spec import MAX_STRIKES, strikes
-from ingot.launch.monitor.job_states import JobState, job_states, launched_verb
+from ingot.launch.monitor.advice import without_bad_advice
+from ingot.launch.monitor.attempts import AttemptView, LaunchView, NodeOut, attempts_of, names, nodes_out, read_launches
+from ingot.launch.monitor.job_states import JobState, has_ended, job_states, launched_verb
+from ingot.launch.monitor.owner import LivingOwner, living_owner
+from ingot.launch.monitor.run_state import Facts, RunState, describe
 from ingot.launch.protocol import LAUNCH, LaunchFolder
 from ingot.launch.slurm.commands import run_folder_of
+from ingot.launch.slurm.queue import canceller
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
+from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.restart_policy import newest_checkpoint
 from ingot.plurals import count_of
 from ingot.storage.json_lines import read_json_lines
-from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, OWNER, STOP, STOPPED
+from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, STOP, STOPPED
 
 TAIL_BYTES = 200_000  # of the metrics, in which the last row with a loss is
-FRESH_SECONDS = 60.0  # a running run touches its owner's file every few seconds
+SHOWN = 5  # attempts or failures
+OVER = ("finished", "halted", "stopped", "stopped by the file STOP", "not running")
 
 
 @dataclass
@@ -32,8 +40,18 @@ class Status:
     """What is known."""
 
     state: str
+    since: str = ""
+    """When that began; empty if it is not known."""
+    next: str = ""
+    """What happens by itself, and why."""
+    advice: str = ""
+    """The command that helps, where nothing happens by itself."""
     stopped: str = ""
     """By what a run that is not running was stopped, and where; empty if it broke off."""
+    stop: dict[str, str] = field(default_factory=dict)
+    """The request to stop that is in force: reason, detail, time."""
+    cancelled_by: str = ""
+    """Who cancelled the last job, if Slurm's accounting says so."""
     verb: str = "train"
     pieces: int = 0
     """Of a running preparation: pieces of the input that are done."""
@@ -42,21 +60,55 @@ class Status:
     checkpoint: int = 0
     attempts: int = 0
     """Starts of its ranks, by whichever part of the restart policy."""
+    attempt_list: list[AttemptView] = field(default_factory=list)
+    """Those of the last launch, with their causes; empty for runs of version 0.1."""
     failures: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, str] = field(default_factory=dict)
     """States of the jobs of the last launch, and of earlier ones that still live."""
     waits_for: dict[str, str] = field(default_factory=dict)
     """Why living jobs do not run, in the words of Slurm."""
+    job_starts: dict[str, int] = field(default_factory=dict)
+    """How often each job of the last launch has started."""
+    nodes: list[str] = field(default_factory=list)
+    """Those of the last attempt."""
+    spares: list[str] = field(default_factory=list)
+    """Nodes of the job that wait to replace one."""
+    nodes_out: dict[str, NodeOut] = field(default_factory=dict)
+    """Nodes that the launch does without, and why."""
     strikes: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
         """Whether nothing more will happen by itself."""
-        return self.state.partition(":")[0] in ("finished", "halted", "stopped by the file STOP", "not running")
+        return self.state.partition(":")[0] in OVER
 
     def lines(self) -> list[str]:
         """For people."""
-        out = [f"state: {self.state}" + (f": {self.stopped}" if self.stopped else "")]
+        since = f", since {_local(self.since)}" if self.since else ""
+        out = [f"state: {self.state}" + (f": {self.stopped}" if self.stopped else "") + since]
+        out += [f"next: {self.next}"] if self.next else []
+        out += [f"command: {self.advice}"] if self.advice else []
+        out += [f"warning: {warning}" for warning in self.warnings]
+        out += self._progress()
+        for job, state in self.jobs.items():
+            again = self.job_starts.get(job, 1) - 1
+            out.append(f"job {job}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else "")
+                       + (f", started again {count_of(again, 'time')}" if again > 0 else ""))  # fmt: skip
+        out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
+        out += self._attempts()
+        if self.nodes and not self.over:
+            out.append(f"nodes: {names(self.nodes)}" + (f"; spare: {names(self.spares)}" if self.spares else ""))
+        for node, item in self.nodes_out.items():
+            word = "is being drained" if item.is_drained else "is left out"
+            out.append(f"node {node} {word} since {_local(item.since)}: {item.reason}")
+        for node, count in self.strikes.items():
+            excluded = "; the next launch excludes it" if count >= MAX_STRIKES else ""
+            out.append(f"node {node}: {count_of(count, 'strike')}{excluded}")
+        return [redact(line) for line in out]
+
+    def _progress(self) -> list[str]:
+        out = []
         if self.row:
             eta = self.row.get("time/remaining_estimate")
             figures = f"batch {self.batch}, loss {self.row.get('loss/train/total') or float('nan'):.4f}"
@@ -66,15 +118,19 @@ class Status:
             out.append(f"{self.pieces:,} pieces of the input are done")
         if self.verb != "prepare":
             out.append(f"last checkpoint: batch {self.checkpoint}" if self.checkpoint else "no checkpoint yet")
-        for job, state in self.jobs.items():
-            out.append(f"job {job}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else ""))
-        out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
-        for failure in self.failures[-5:]:
+        return out
+
+    def _attempts(self) -> list[str]:
+        if self.attempt_list:
+            return [
+                f"  {_local(attempt.closed or attempt.opened)} {attempt.line()}"
+                for attempt in self.attempt_list[-SHOWN:]
+            ]
+        out = []
+        for failure in self.failures[-SHOWN:]:
             where = "attempt {attempt}, rank {rank} on {host}, batch {batch}".format(**failure)
-            out.append(redact(f"  {failure['time']} {failure['kind']}: {failure['message']} ({where})"))
-        for node, count in self.strikes.items():
-            excluded = "; the next job excludes it" if count >= MAX_STRIKES else ""
-            out.append(f"node {node}: {count_of(count, 'strike')}{excluded}")
+            message = without_bad_advice(failure["message"])
+            out.append(f"  {failure['time']} {failure['kind']}: {message} ({where})")
         return out
 
 
@@ -101,18 +157,79 @@ def read_status(run: Path) -> Status:
     """All that is known about a run."""
     rows = read_json_lines(run / METRICS, TAIL_BYTES)
     row: dict[str, Any] = next((row for row in reversed(rows) if "loss/train/total" in row), {})
-    state = _state_by_folder(run)  # before asking the back end, which may take a while
-    states = job_states(run)
+    launches, problem = read_launches(run)
     verb = launched_verb(run) or "train"
-    state = state or _state_by_jobs(run, verb, states)
+    state, facts, warnings = _describe(run, verb, launches)
+    attempts = sorted(
+        (a for view in launches for a in attempts_of(view)), key=lambda a: datetime.fromisoformat(a.opened)
+    )
+    history = facts.history
     return Status(
-        state=state, stopped=_stopped(run) if state == "not running" else "", verb=verb,
-        pieces=_pieces(run) if verb == "prepare" else 0,
-        checkpoint=newest_checkpoint(run), attempts=_attempts(run), failures=read_all_failures(run),
-        jobs={job.id: job.state for job in states or ()},
-        waits_for={job.id: job.reason for job in states or () if job.is_living and job.reason},
-        strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),
+        state=state.state, since=state.since, next=state.next, advice=state.advice,
+        stopped=_stopped(run) if state.state == "not running" else "", stop=_stop(history),
+        cancelled_by=facts.cancelled_by, verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
+        checkpoint=facts.checkpoint, attempts=len(attempts) or _attempts(run), attempt_list=attempts,
+        failures=read_all_failures(run), jobs={job.id: job.state for job in facts.jobs or ()},
+        waits_for={job.id: job.reason for job in facts.living if job.reason}, job_starts=_starts(launches),
+        nodes=attempts[-1].nodes if attempts else [],
+        spares=[node for node in history.usable_nodes() if node not in attempts[-1].nodes] if attempts else [],
+        nodes_out=nodes_out(launches), strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),
+        warnings=[*([problem] if problem else []), *warnings],
     )  # fmt: skip
+
+
+def _describe(run: Path, verb: str, launches: list[LaunchView]) -> tuple[RunState, Facts, list[str]]:
+    """The state, what it follows from, and what is odd about it."""
+    finished, owner = _finished(run), None
+    if not finished:  # before asking the back end, which may take a while
+        owner = living_owner(run)
+    jobs, warnings = job_states(run), []
+    if owner is not None and _is_orphan(owner, jobs):
+        warnings.append(f"{owner} still trains in {run} although its job has ended; the next job replaces it")
+        owner = None
+    halted = LaunchFolder(run).halted()
+    if verb == "prepare":  # each share has a supervisor; one that has halted ends the preparation
+        found = [describe(Facts(str(run), history=view.history)).state for view in launches if view.name]
+        halted = halted or next((state.partition(": ")[2] for state in found if state.startswith("halted")), None)
+    main = next((view for view in launches if not view.name), None)
+    facts = Facts(
+        str(run), verb, main.history if main else History(), main.phase if main else None, jobs, owner, finished,
+        halted, (run / STOP).exists(), (run / METRICS).exists() or bool(LaunchFolder(run).jobs()),
+        newest_checkpoint(run), _cancelled_by(jobs),
+    )  # fmt: skip
+    return describe(facts), facts, warnings
+
+
+def _finished(run: Path) -> str:
+    try:
+        return datetime.fromtimestamp((run / FINISHED).stat().st_mtime).astimezone().isoformat(timespec="seconds")
+    except FileNotFoundError:
+        return ""
+
+
+def _is_orphan(owner: LivingOwner, jobs: list[JobState] | None) -> bool:
+    """A process of a job that has ended, on a node that was cut off, say."""
+    if not owner.job or jobs is None or any(job.is_running for job in jobs):
+        return False
+    return any(job.id == owner.job for job in jobs) or has_ended(owner.job)
+
+
+def _cancelled_by(jobs: list[JobState] | None) -> str:
+    cancelled = [job.id for job in jobs or () if job.state == "CANCELLED"]
+    return canceller(cancelled[-1]) if cancelled else ""
+
+
+def _stop(history: History) -> dict[str, str]:
+    stop = history.stop
+    return {} if stop is None else {"reason": stop.reason, "detail": stop.detail, "time": stop.time}
+
+
+def _starts(launches: list[LaunchView]) -> dict[str, int]:
+    starts: dict[str, int] = {}
+    for view in launches:
+        for started in view.history.starts:
+            starts[started.job] = starts.get(started.job, 0) + 1
+    return starts
 
 
 def _stopped(run: Path) -> str:
@@ -143,21 +260,9 @@ def _pieces(run: Path) -> int:
     return pieces
 
 
-def _state_by_folder(run: Path) -> str:
-    if (run / FINISHED).exists():
-        return "finished"
-    with suppress(FileNotFoundError):  # a run removes it when it ends
-        if time.time() - (run / OWNER).stat().st_mtime < FRESH_SECONDS:
-            return "stopping" if (run / STOP).exists() else "running"
-    reason = LaunchFolder(run).halted()
-    return "" if reason is None else f"halted: {reason or 'see the failures'}"
-
-
-def _state_by_jobs(run: Path, verb: str, states: list[JobState] | None) -> str:
-    if states is None:
-        return "unknown: the cluster does not answer"
-    if living := [job.state for job in states if job.is_living]:
-        return ("starting" if verb == "train" else "running") if "RUNNING" in living else "queued"
-    if (run / STOP).exists():
-        return "stopped by the file STOP"
-    return "not running" if (run / METRICS).exists() or LaunchFolder(run).jobs() else "never started"
+def _local(time: str) -> str:
+    """A time in this machine's time zone, to the second."""
+    try:
+        return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M:%S}"
+    except ValueError:
+        return time

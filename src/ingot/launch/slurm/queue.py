@@ -1,5 +1,7 @@
 """What Slurm says about jobs."""
 
+import pwd
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -7,7 +9,7 @@ from typing import NamedTuple
 from ingot.errors import IngotError
 from ingot.launch.programs import output_of
 
-_FIELDS = {"JOBID": "%i", "STATE": "%T", "COMMAND": "%o", "REASON": "%r"}
+_FIELDS = {"JOBID": "%i", "STATE": "%T", "COMMAND": "%o", "END_TIME": "%e", "REASON": "%r"}
 
 MEANINGS = {
     "JobHeldUser": "its user holds it: `scontrol release {id}` lets it start",
@@ -37,6 +39,8 @@ class QueuedJob(NamedTuple):
     state: str
     command: str = ""
     """The script."""
+    end: str = ""
+    """When its time limit is over, by the cluster's clock; empty if it does not run or has no limit."""
     reason: str = ""
     """Why it does not run; empty if there is no reason."""
 
@@ -76,5 +80,21 @@ def belongs_to(job: QueuedJob, launch: Path) -> bool:
 
 def _parse(line: str) -> QueuedJob:
     id, state, *rest = line.strip().split("|", len(_FIELDS) - 1)
-    command, reason = (*rest, "", "")[:2]
-    return QueuedJob(id, state, command, "" if reason in ("None", "(null)") else reason)
+    command, end, reason = (*rest, "", "", "")[:3]
+    running_until = end if state == "RUNNING" and end not in ("N/A", "Unknown", "NONE") else ""
+    return QueuedJob(id, state, command, running_until, "" if reason in ("None", "(null)") else reason)
+
+
+def canceller(job: str) -> str:
+    """Who cancelled a job, by Slurm's accounting; empty where it does not say."""
+    try:
+        found = output_of(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State"])
+    except IngotError:  # most small clusters have no accounting
+        return ""
+    by = re.search(r"CANCELLED by (\d+)", found)
+    if by is None:
+        return ""
+    try:
+        return pwd.getpwuid(int(by[1])).pw_name
+    except KeyError:
+        return f"user {by[1]}"

@@ -1,0 +1,218 @@
+"""The state of a run in one line, since when, and what happens next: a pure function of what its folder and its back
+end say."""
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from ingot.launch.monitor.advice import without_bad_advice
+from ingot.launch.monitor.job_states import JobState
+from ingot.launch.monitor.owner import LivingOwner
+from ingot.launch.supervisor.history import History
+from ingot.launch.supervisor.judge import launch_end
+from ingot.launch.supervisor.records import Judged, PhaseBegan
+
+HELD = ("SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD")
+PAUSED = ("SUSPENDED", "STOPPED", "SIGNALING")
+_PHASES = {
+    "staging": "copying the image to the nodes",
+    "hello": "waiting for the agents of all nodes",
+    "preflight": "checking the nodes",
+    "starting": "starting the ranks",
+    "collecting": "asking all nodes why an attempt ended",
+    "stopping": "saving before it stops",
+}
+_ENDS = {
+    "NODE_FAIL": "a node of it died",
+    "TIMEOUT": "it was killed at its time limit",
+    "OUT_OF_MEMORY": "the kernel killed it for memory",
+    "PREEMPTED": "another job took its nodes",
+    "BOOT_FAIL": "its nodes did not boot",
+    "DEADLINE": "its deadline passed",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known, before it is put into words."""
+
+    run: str
+    verb: str = "train"
+    history: History = field(default_factory=History)
+    phase: PhaseBegan | None = None
+    """The last phase of the open attempt, or the pause after one."""
+    jobs: list[JobState] | None = field(default_factory=list)
+    """None: the back end does not answer."""
+    owner: LivingOwner | None = None
+    """Who trains in the folder, if that belongs to a job that lives, or to no job."""
+    finished: str = ""
+    """When the run was complete."""
+    halted: str | None = None
+    """The content of the file HALT."""
+    asked_to_stop: bool = False
+    """Whether the file STOP is there."""
+    was_started: bool = False
+    checkpoint: int = 0
+    cancelled_by: str = ""
+
+    @property
+    def resume(self) -> str:
+        return f"ingot launch resume {self.run}"
+
+    @property
+    def living(self) -> list[JobState]:
+        return [job for job in self.jobs or () if job.is_living]
+
+
+@dataclass(frozen=True)
+class RunState:
+    state: str
+    since: str = ""
+    next: str = ""
+    """What happens without anybody's doing, and why."""
+    advice: str = ""
+    """The command that helps, if nothing happens by itself."""
+
+
+def describe(facts: Facts) -> RunState:
+    """The state of a run."""
+    end = launch_end(facts.history)
+    if facts.finished or (end is not None and end.action == "finish"):
+        return RunState("finished", facts.finished or (end.time if end else ""))
+    if facts.owner is not None:
+        return _training(facts)
+    if end is not None:
+        return _ended(facts, end)
+    if facts.halted is not None:
+        return RunState(
+            f"halted: {without_bad_advice(facts.halted) or 'see the failures'}", "", "nothing by itself", facts.resume
+        )
+    if facts.jobs is None:
+        return RunState("unknown: the cluster does not answer", _last_time(facts.history))
+    if any(job.is_running for job in facts.living):
+        return _training(facts) if facts.verb == "prepare" else _between(facts)
+    if facts.living:
+        return _queued(facts)
+    return _gone(facts)
+
+
+def _training(facts: Facts) -> RunState:
+    """Ranks are alive, or a preparation is at work."""
+    stop, phase = facts.history.stop, facts.phase
+    if stop is not None or facts.asked_to_stop:
+        why = (
+            f"a stop was asked for ({stop.reason}{', ' + stop.detail if stop.detail else ''})"
+            if stop
+            else "STOP is there"
+        )
+        then = "the job is queued again" if stop is not None and stop.reason == "time-limit" else "the run stops"
+        return RunState("stopping", stop.time if stop else "", f"it saves after this step, then {then}: {why}")
+    since = phase.time if phase is not None else facts.history.open.time if facts.history.open is not None else ""
+    if phase is not None and phase.phase in ("evaluating", "saving"):
+        return RunState("running", since, f"it is {phase.phase} now, then it goes on with the next batch")
+    return RunState("running", since, _until_limit(facts))
+
+
+def _between(facts: Facts) -> RunState:
+    """A job runs, and its ranks do not train: not yet, or not for the moment."""
+    history, phase = facts.history, facts.phase
+    if history.stop is not None or facts.asked_to_stop:
+        return RunState("stopping", history.stop.time if history.stop else "", "the run stops: a stop was asked for")
+    if history.open is None and history.judgments:
+        last = history.judgments[-1]
+        if last.action == "wait":
+            again = f"{_clock(last.time, last.wait_seconds)}: attempt {len(history.attempts) + 1}"
+            return RunState(f"waiting: {_cause(history)}", last.time, f"{again}; {last.reason}")
+        if last.action in ("restart", "swap"):
+            return RunState("restarting", last.time, f"attempt {len(history.attempts) + 1} starts: {last.reason}")
+    if phase is not None and phase.phase in ("running", "evaluating", "saving"):
+        return RunState("running", phase.time, _until_limit(facts))  # its owner's file could not be seen
+    what = _PHASES.get(phase.phase, phase.phase) if phase is not None else "the job has just begun"
+    what += f" ({phase.detail})" if phase is not None and phase.detail else ""
+    since = phase.time if phase is not None else _last_time(history)
+    if phase is not None and phase.phase == "collecting":
+        return RunState("restarting", since, f"{what}; then it is decided how to go on")
+    return RunState("starting", since, f"{what}; then it trains from batch {facts.checkpoint}")
+
+
+def _queued(facts: Facts) -> RunState:
+    job = next((job for job in facts.living if not _is_held(job) and job.state not in PAUSED), facts.living[0])
+    last = facts.history.judgments[-1] if facts.history.judgments else None
+    since = last.time if last is not None else facts.history.launched.time if facts.history.launched else ""
+    waits = f"job {job.id} is {job.state}" + (f": {job.reason}" if job.reason else "")
+    again = f"; it was queued again because {last.reason}" if last is not None and last.action == "requeue" else ""
+    if _is_held(job):
+        return RunState("held", since, f"{waits}{again}", _release(job))
+    if job.state in PAUSED:
+        return RunState("suspended", since, f"{waits}; whoever suspended it can resume it{again}")
+    return RunState("queued", since, f"{waits}{again}")
+
+
+def _ended(facts: Facts, end: Judged) -> RunState:
+    """The supervisor has ended the launch."""
+    by = f", cancelled by {facts.cancelled_by}" if facts.cancelled_by and end.action == "stop" else ""
+    word = "halted" if end.action == "halt" else "stopped"
+    where = f"from batch {facts.checkpoint}" if facts.checkpoint else "from the beginning"
+    state = f"{word}: {without_bad_advice(end.reason)}{by}"
+    then = f"nothing by itself; the command below continues {where}"
+    return RunState(state, end.time, then, end.advice or facts.resume)
+
+
+def _gone(facts: Facts) -> RunState:
+    """No job, and nobody has said why."""
+    history = facts.history
+    if facts.asked_to_stop:
+        return RunState("stopped by the file STOP", _last_time(history), "nothing by itself", facts.resume)
+    if not facts.was_started:
+        return RunState("never started")
+    ended = [_end_of(job, facts.cancelled_by) for job in facts.jobs or ()]
+    if history.open is not None and not ended:
+        ended = ["its job has gone, and Slurm no longer knows why"]
+    advice = facts.resume if history.launched is not None or facts.jobs else ""
+    since = _last_time(history)
+    return RunState("not running", since, "; ".join([*ended, "nothing by itself"]) if advice else "", advice)
+
+
+def _end_of(job: JobState, by: str) -> str:
+    if job.state == "CANCELLED":
+        return f"job {job.id} was cancelled by {by or 'scancel (Slurm does not say whose)'}"
+    why = _ENDS.get(job.state)
+    return f"job {job.id} ended as {job.state}" + (f": {why}" if why else "")
+
+
+def _until_limit(facts: Facts) -> str:
+    """What ends this stretch of training."""
+    ends = [job.end for job in facts.living if job.is_running and job.end]
+    if not ends or facts.verb != "train":
+        return ""
+    chain = facts.history.launched is not None and facts.history.launched.chain > 1
+    then = "the next job of the chain continues" if chain else "it is queued again"
+    return f"before its time limit ({ends[0]}) it saves, and {then}"
+
+
+def _is_held(job: JobState) -> bool:
+    return job.state in HELD or "held" in job.reason.lower()
+
+
+def _release(job: JobState) -> str:
+    return "" if "administrator" in job.reason else f"scontrol release {job.id}"
+
+
+def _cause(history: History) -> str:
+    return without_bad_advice(history.attempts[-1].cause.message) if history.attempts else "the site"
+
+
+def _last_time(history: History) -> str:
+    """When the last thing known of a launch happened."""
+    records = [
+        history.launched,
+        *history.starts,
+        *(a.closed for a in history.attempts),
+        *history.judgments,
+        history.open,
+    ]
+    return max((record.time for record in records if record is not None), key=datetime.fromisoformat, default="")
+
+
+def _clock(time: str, seconds: float) -> str:
+    end = datetime.fromisoformat(time).timestamp() + seconds
+    return f"{datetime.fromtimestamp(end).astimezone():%H:%M:%S}"

@@ -1,0 +1,346 @@
+"""`ingot status` and `ingot logs --errors` of a supervised run: the state, since when, what happens next and why, all in
+`--json` too, and no advice that deletes data or does not suit a cluster."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from histories import Job, random_job
+from specs import put_on_path
+
+from ingot.launch.monitor.attempts import names, read_launches
+from ingot.launch.monitor.job_states import JobState
+from ingot.launch.monitor.logs import error_lines
+from ingot.launch.monitor.owner import LivingOwner
+from ingot.launch.monitor.run_state import Facts, describe
+from ingot.launch.monitor.status import Status, read_status
+from ingot.launch.protocol import LaunchFolder
+from ingot.launch.supervisor.history import read_history
+from ingot.launch.supervisor.records import Cause, Excluded, PhaseBegan, StopRequested
+from ingot.launch.supervisor.state_file import StateFile
+
+RUN = "/runs/a"
+HANG = Cause("hang", "rank 2 does not answer; run again with --debug for the stack trace", "n2", rank=2, batch=14,
+             is_local=True)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose last job is 7, which Slurm has forgotten unless a test says otherwise."""
+    run = tmp_path / "run"
+    LaunchFolder(run).path.mkdir(parents=True)
+    LaunchFolder(run).add_job("slurm", "7")
+    (run / "metrics.jsonl").touch()
+    slurm(tmp_path, monkeypatch, "")
+    return run
+
+
+def slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, by: str = "") -> None:
+    """What squeue prints after the header, and who cancelled the job by the accounting."""
+    put_on_path(monkeypatch, folder / "bin", "squeue", f"print('JOBID|STATE|COMMAND|END_TIME|REASON\\n{line}')")
+    put_on_path(monkeypatch, folder / "bin", "sacct", f"print('CANCELLED{by}')" if by else "sys.exit('disabled')")
+
+
+def write(run: Path, job: Job) -> None:
+    state = StateFile(run / "launch")
+    for record in job.records[len(state.records) :]:
+        assert state.append(record)
+
+
+def phase(job: Job, name: str, detail: str = "") -> None:
+    job.add(PhaseBegan(time=job.now(), epoch=job.epoch, phase=name, detail=detail))  # type: ignore[arg-type]
+
+
+def start(**values: int) -> Job:
+    job = Job(**values)
+    assert job.start()
+    return job
+
+
+def facts(job: Job, **values: Any) -> Facts:
+    last = job.records[-1]
+    values = {
+        "jobs": [JobState("7", "RUNNING", end="2026-01-02T00:00:00")],
+        "was_started": True,
+        "checkpoint": job.step,
+    } | values
+    return Facts(RUN, history=read_history(job.records), phase=last if isinstance(last, PhaseBegan) else None, **values)
+
+
+OWNER = LivingOwner("n1", 3, "7")
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "state", "then"),
+    [
+        ("preflight", "", "starting", "checking the nodes; then it trains from batch 0"),
+        ("hello", "2 of 3 nodes", "starting", "waiting for the agents of all nodes (2 of 3 nodes)"),
+        ("staging", "", "starting", "copying the image"),
+        ("collecting", "", "restarting", "asking all nodes why an attempt ended"),
+    ],
+)
+def test_what_an_attempt_is_doing_is_said(name: str, detail: str, state: str, then: str) -> None:
+    job = start()
+    job.open()
+    phase(job, name, detail)
+    found = describe(facts(job))
+    assert (found.state, found.since) == (state, job.records[-1].time) and found.next.startswith(then)
+
+
+def test_a_training_run_says_what_ends_it() -> None:
+    job = start()
+    job.open()
+    phase(job, "running")
+    found = describe(facts(job, owner=OWNER))
+    assert found.state == "running" and found.since == job.records[-1].time
+    assert found.next == "before its time limit (2026-01-02T00:00:00) it saves, and it is queued again"
+    phase(job, "saving")
+    assert "it is saving now" in describe(facts(job, owner=OWNER)).next
+    job.add(StopRequested(time=job.now(), reason="user", detail="ada@login1, 2026-01-01T10:00:00"))
+    found = describe(facts(job, owner=OWNER))
+    assert found.state == "stopping" and "(user, ada@login1, 2026-01-01T10:00:00)" in found.next
+
+
+def test_between_attempts_the_decision_and_its_reason_are_shown() -> None:
+    job = start()
+    job.open()
+    assert job.close(HANG) == "swap"
+    found = describe(facts(job))
+    assert (found.state, found.next) == ("restarting", "attempt 2 starts: the next attempt runs without n2")
+    job.open()
+    assert job.close(Cause("site", "/fsx is full")) == "wait"
+    found = describe(facts(job))
+    assert found.state == "waiting: /fsx is full" and found.next.endswith(
+        "attempt 3; waiting 10 s for the site to recover"
+    )
+
+
+def test_a_queued_job_says_why_it_waits_and_why_it_is_there_again() -> None:
+    job = start(spares=0)
+    job.open()
+    assert job.close(Cause("device", "Xid 79", "n1", is_local=True)) == "requeue"
+    found = describe(facts(job, jobs=[JobState("7", "PENDING", "Resources: it waits for free nodes")]))
+    assert found.state == "queued"
+    assert found.next == ("job 7 is PENDING: Resources: it waits for free nodes; it was queued again because without n1 too few "
+                          "nodes are left; other nodes are needed")  # fmt: skip
+    held = describe(facts(job, jobs=[JobState("7", "PENDING", "JobHeldAdmin: an administrator holds it")]))
+    assert held.state == "held" and not held.advice
+    assert describe(facts(job, jobs=[JobState("7", "SPECIAL_EXIT")])).advice == "scontrol release 7"
+    assert describe(facts(job, jobs=[JobState("7", "SUSPENDED")])).state == "suspended"
+    assert describe(facts(job, jobs=None)).state.startswith("unknown")
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"), [("user", "halted: no such file"), ("numeric", "halted: no such file"), ("finished", "finished")]
+)
+def test_an_end_says_its_cause_and_one_command(kind: str, state: str) -> None:
+    job = start()
+    job.open()
+    job.close(Cause(kind, "no such file"))  # type: ignore[arg-type]
+    found = describe(facts(job, jobs=[JobState("7", "FAILED")]))
+    assert (found.state, found.since) == (state, job.records[-1].time)
+    assert found.advice == ("" if kind == "finished" else f"ingot launch resume {RUN}")
+
+
+def test_a_stop_says_who_asked_and_a_cancelled_job_who_cancelled_it() -> None:
+    job = start()
+    job.open()
+    job.add(StopRequested(time=job.now(), reason="signal", detail="SIGTERM"))
+    job.close(Cause("stopped", "saved"), steps=5)
+    found = describe(facts(job, jobs=[JobState("7", "CANCELLED")], cancelled_by="ada"))
+    assert found.state == "stopped: a signal asked it to stop (SIGTERM), cancelled by ada"
+    assert found.next == "nothing by itself; the command below continues from batch 5"
+    job = start()
+    job.open()  # killed before it could say anything
+    found = describe(facts(job, jobs=[JobState("7", "CANCELLED")]))
+    assert found.state == "not running" and "job 7 was cancelled by scancel" in found.next
+    assert "a node of it died" in describe(facts(job, jobs=[JobState("7", "NODE_FAIL")])).next
+    assert "its job has gone" in describe(facts(job, jobs=[])).next
+
+
+def test_a_run_that_broke_off_without_records_is_as_in_0_1() -> None:
+    assert describe(Facts(RUN)).state == "never started"
+    assert describe(Facts(RUN, was_started=True)).state == "not running"
+    assert describe(Facts(RUN, halted="why")).state == "halted: why"
+    assert describe(Facts(RUN, asked_to_stop=True)).state == "stopped by the file STOP"
+    assert describe(Facts(RUN, jobs=[JobState("7", "RUNNING")])).state == "starting"
+    assert describe(Facts(RUN, "prepare", jobs=[JobState("7", "RUNNING")])).state == "running"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_history_is_without_a_state_or_has_advice_that_deletes(part: int) -> None:
+    """At every point of 400 random histories, whatever Slurm says."""
+    seen = set()
+    for seed in range(part, 400, 4):
+        job = random_job(seed, limit=30)
+        for count in range(1, len(job.records) + 1, 3):
+            history = read_history(job.records[:count])
+            for jobs in (None, [], [JobState("7", "RUNNING")], [JobState("7", "PENDING")], [JobState("7", "FAILED")]):
+                found = describe(Facts(RUN, history=history, jobs=jobs, was_started=True))
+                seen.add(found.state.partition(":")[0])
+                over = Status(found.state).over
+                assert found.state and "--fresh" not in found.advice and "--debug" not in found.next
+                assert not over or found.state == "finished" or found.advice == f"ingot launch resume {RUN}", found
+                assert over or found.next or jobs is None, found
+    assert {"halted", "finished", "starting", "restarting", "queued", "not running", "unknown", "waiting"} <= seen
+
+
+def test_status_tells_the_whole_story_in_words_and_in_json(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot_here: Callable[..., Any]
+) -> None:
+    job = start(spares=2)
+    job.open()
+    job.close(HANG, steps=10)
+    job.open()
+    undecided = Cause("hang", "no rank goes on", suspects=("n1", "n3"))
+    job.close(undecided)
+    job.add(Excluded(time=job.now(), node="n4", reason="kernel update", is_drained=True))
+    job.open()
+    phase(job, "running")
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|RUNNING|{run}/launch/job.sh|2026-01-02T00:00:00|None")
+    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    text = ingot_here("status", str(run)).stdout
+    shown = [
+        "state: running, since 20",
+        "next: before its time limit (2026-01-02T00:00:00) it saves, and it is queued again",
+        "job 7: RUNNING",
+        "attempts: 3, failures: 0",
+        "7.0.1 on n1, n2, from batch 0 to 10: hang: rank 2 does not answer (rank 2, batch 14, node n2); then swap: the next",
+        "7.0.2 on n1, n3, from batch 10, no new checkpoint: hang: no rank goes on (undecided between n1, n3); then restart: ",
+        "7.0.3 on n1, n3, from batch 10: not ended",
+        "nodes: n1, n3",
+        "node n2 is left out since 20",
+        "node n4 is being drained since 20",
+        "node n2: 1 strike",
+    ]
+    assert [part for part in shown if part not in text] == []
+    assert "--debug" not in text
+    found = json.loads(ingot_here("status", str(run), "--json").stdout)
+    assert found["state"] == "running" and found["jobs"] == {"7": "RUNNING"} and found["strikes"] == {"n2": 1}
+    assert [(a["culprit"], a["suspects"], a["then"]) for a in found["attempt_list"]] == [
+        ("n2", [], "swap"), ("undecided", ["n1", "n3"], "restart"), ("", [], "")]  # fmt: skip
+    assert found["nodes_out"]["n4"]["is_drained"] and found["nodes"] == ["n1", "n3"] and found["job_starts"] == {"7": 1}
+    assert json.loads(json.dumps(asdict(read_status(run)))) == found
+
+
+def test_an_orphan_of_an_ended_job_is_not_a_running_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start()
+    job.open()
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|FAILED|{run}/launch/job.sh|N/A|None")
+    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    status = read_status(run)
+    assert status.state == "not running" and "job 7 ended as FAILED" in status.next
+    assert status.warnings == [
+        f"process 1 on n1, job 7 still trains in {run} although its job has ended; the next job replaces it"
+    ]
+
+
+def test_the_state_does_not_depend_on_this_machines_clock(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm(tmp_path, monkeypatch, f"7|RUNNING|{run}/launch/job.sh|N/A|None")
+    owner = run / "owner.json"
+    owner.write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    for skew in (-90.0, 90.0):
+        monkeypatch.setattr(time, "time", lambda skew=skew: owner.stat().st_mtime + skew)
+        assert read_status(run).state == "running"
+
+
+def test_requeues_and_cancellation_are_shown(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start()
+    for _ in range(2):
+        job.open()
+        job.start()  # the batch host died
+    job.open()
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|CANCELLED|{run}/launch/job.sh|N/A|None", by=f" by {os.getuid()}")
+    status = read_status(run)
+    text = "\n".join(status.lines())
+    assert "job 7: CANCELLED, started again 2 times" in text and status.job_starts == {"7": 3}
+    assert status.cancelled_by == "root" and "job 7 was cancelled by root" in text
+    assert [a.kind for a in status.attempt_list] == ["supervisor", "supervisor", ""]
+
+
+def test_a_damaged_state_file_is_a_warning_and_the_rest_is_shown(run: Path) -> None:
+    (run / "launch" / "state.jsonl").write_text("{}\n")
+    status = read_status(run)
+    assert status.state == "not running" and "state.jsonl is damaged" in status.warnings[0]
+    assert "state.jsonl is damaged" in error_lines(run)[0]
+
+
+def test_a_preparation_that_halts_in_one_share_says_which_error(run: Path) -> None:
+    (run / "launch" / "spec.json").write_text(
+        json.dumps({"name": "p", "verb": "prepare", "run_folder": str(run), "workdir": "/data", "profile": "cpu"})
+    )
+    for name, kind in (("0", "finished"), ("1", "data")):
+        job = start(nodes=1)
+        job.open()
+        job.close(Cause(kind, "part-7.json is not JSON", "n1"))  # type: ignore[arg-type]
+        state = StateFile(run / "launch" / "shares" / name)
+        for record in job.records:
+            state.append(record)
+    status = read_status(run)
+    assert status.state == "halted: part-7.json is not JSON" and len(status.attempt_list) == 2
+    assert [view.name for view in read_launches(run)[0]] == ["0", "1"]
+
+
+def test_errors_are_those_of_the_rank_and_attempt_that_failed(run: Path) -> None:
+    """And not the newest log of that rank, which is the running attempt's."""
+    job = start()
+    job.open()
+    job.close(HANG)
+    job.open()
+    write(run, job)
+    for attempt, text in (("7.0.1", "the place\n"), ("7.0.2", "all is well\n")):
+        for rank in (0, 2):
+            path = run / "logs" / attempt / f"rank-{rank}.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text if rank == 2 else "another rank\n")
+    (run / "logs" / "7.0.1" / "stacks-2.txt").write_text("File a.py, line 3\n")
+    lines = error_lines(run)
+    assert "7.0.1 on n1, n2" in lines[0] and "rank 2 does not answer" in lines[0]
+    assert lines[1:] == ["", f"the end of {run}/logs/7.0.1/rank-2.log:", "the place", "", f"the end of {run}/logs/7.0.1/stacks-2.txt:",
+                         "File a.py, line 3"]  # fmt: skip
+    (run / "logs" / "7.0.1" / "rank-2.log").write_text("")  # it could not write: then the stacks alone
+    assert "rank-2.log" not in "\n".join(error_lines(run))
+
+
+def test_errors_of_a_node_that_never_got_to_its_ranks_are_what_it_printed(run: Path) -> None:
+    job = start(spares=0)
+    job.open()
+    job.close(Cause("silent", "n2 has not reported", "n2"))
+    write(run, job)
+    output = run / "launch" / "output"
+    output.mkdir()
+    (output / "7.0.1.out").write_text("execve(): no such file\n")
+    (output / "7.0.0.out").write_text("")
+    assert error_lines(run)[-2:] == [f"the end of {output}/7.0.1.out:", "execve(): no such file"]
+
+
+def test_a_resumed_run_takes_another_limit_and_other_nodes(run: Path, ingot_here: Callable[..., Any]) -> None:
+    spec = {
+        "name": "a",
+        "run_folder": str(run),
+        "workdir": "/",
+        "profile": "cpu",
+        "exclude": ["n8", "n9"],
+        "arguments": ["--", "x"],
+    }
+    (run / "launch" / "spec.json").write_text(json.dumps(spec))
+    text = ingot_here("launch", "resume", str(run), "--time", "2-0", "-x", "n5", "--use", "n9", "--dry-run").stdout
+    assert "#SBATCH --time=2-0\n" in text and "#SBATCH --exclude=n5,n8\n" in text
+    refused = ingot_here("launch", "resume", str(run), "--time", "1", "--dry-run", check=False)
+    assert "is too short" in refused.stderr
+
+
+def test_many_nodes_are_counted_and_not_listed() -> None:
+    assert names([f"n{i}" for i in range(1024)]) == "n0, n1, n2, n3 and 1,020 more"
