@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Ingot
 
 from ingot.data.loading.inspect import decoded_samples, describe, find_splits, inspect_dataset, try_loader
 from ingot.data.prepare import progress
@@ -61,6 +62,13 @@ def test_the_loader_reads_it(format: str, made: Path) -> None:
 def test_text_and_loader_are_shown_on_request(made: Path, asked: dict[str, object]) -> None:
     told = "\n".join(inspect_dataset(str(made / "mds"), {"split": "train", "max_seq_len": 16, **asked}))
     assert ("--- sample 0" in told) == ("text" in asked) and ("samples/s" in told) == ("loader" in asked)
+
+
+def test_the_verb_prints_what_is_found(made: Path, ingot_here: Ingot) -> None:
+    told = list(inspect_dataset(str(made / "mds"), {"split": "train"}))
+    assert told and ingot_here("inspect", str(made / "mds"), "--split", "train").stdout.splitlines() == told
+    (found,) = json.loads(ingot_here("inspect", str(made / "mds"), "--split", "train", "--json").stdout)
+    assert found["format"] == "mds" and found["tokens"] > 0
 
 
 def test_a_remote_dataset_is_streamed_to_a_local_folder(made: Path, tmp_path: Path) -> None:

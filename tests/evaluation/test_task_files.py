@@ -218,6 +218,7 @@ def test_the_verb_scores_a_run_and_keeps_the_scores_in_it(run: Path, tmp_path: P
     assert "metrics/own/1-shot/InContextLearningLMAccuracy: " in found.output
     assert "icl/metrics/eval_gauntlet/all: " in found.output and "metrics/eval/plain/BitsPerByte: " in found.output
     assert max(map(len, found.stdout.splitlines())) <= 110
+    assert found.stderr.splitlines()[-1] == f"scores are in {run / 'evaluations' / '2.json'}"
     written = json.loads((run / "evaluations" / "2.json").read_text())
     assert [t["questions"] for t in written["tasks"]] == [5, 2] and len(written["tasks"][0]["judged"]) == 5
     assert written["tasks"][0]["judged"][0]["prompt"].endswith("=")
