@@ -7,13 +7,16 @@ gradients of matrices must be equal to the last bit.
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
@@ -24,6 +27,7 @@ from ingot.model.kernels.fp8 import Fp8Linear
 from ingot.parallel.dtensor import gather, local
 from ingot.parallel.executors.base import Executor, NoMessages
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
+from ingot.parallel.fsdp import start_accumulating, stop_accumulating
 from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import World, join_world, leave_world
@@ -90,6 +94,19 @@ def test_the_backward_pass_adds_to_the_buffer_that_fsdp2_reduces(world: World) -
     gradients(executor, True)
     assert [(grad, dtype) for grad, dtype, _ in seen] == [(None, torch.bfloat16)] * 4  # gathered once: still there
     assert 0 < seen[0][2] < seen[-1][2]  # a sum over microbatches
+
+
+def test_a_module_whose_parts_hold_all_its_weights_has_no_buffer_of_its_own(world: World) -> None:
+    """As the root of a stage in the middle of a pipeline."""
+    mesh, part = init_device_mesh("cpu", (1,)), nn.Linear(4, 3, bias=False)
+    root: Any = nn.Sequential(part)
+    fully_shard(part, mesh=mesh)
+    fully_shard(root, mesh=mesh)
+    start_accumulating([root])
+    (record,) = cast(Any, part)._get_fsdp_state()._fsdp_param_group.fsdp_params
+    assert torch.equal(record.unsharded_accumulated_grad, torch.zeros(3, 4))
+    stop_accumulating([root])
+    assert record.unsharded_accumulated_grad is None
 
 
 @pytest.mark.parametrize(
