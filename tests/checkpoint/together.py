@@ -41,6 +41,10 @@ class Together(Coordinator):
             raise CheckpointError(answer)
         return answer[1:]
 
+    def broadcast(self, make: Callable[[], bytes]) -> bytes:
+        text = make().decode() if self.rank == 0 else ""
+        return self.gather_and_decide(text, lambda texts: texts[:1] * len(texts)).encode()
+
 
 def on_all_ranks(coordinators: list[Together], work: Callable[[Together], T]) -> list[T]:
     """What `work` returns on each rank."""

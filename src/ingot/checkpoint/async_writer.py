@@ -22,10 +22,11 @@ from ingot.checkpoint.manifest import CHECKPOINTS, File, Manifest, write_manifes
 from ingot.checkpoint.remote_copy import Uploader
 from ingot.checkpoint.safetensors_file import blocks_of, write_blocks
 from ingot.checkpoint.save_plan import SavePlan, Tensors, plan_save
-from ingot.checkpoint.snapshot import Snapshot
+from ingot.checkpoint.snapshot import FileCopy, Snapshot
 from ingot.checkpoint.store import DRAFT, put_in_place
-from ingot.errors import CheckpointError, disk_error
+from ingot.errors import DiskError, IngotError, OwnerError, disk_error
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
+from ingot.parallel.rank_env import EPOCH
 
 RETRY_PAUSES = (0.5, 3.0)  # seconds before each retry of a failed write
 NICENESS = 10  # of the writing thread: where cores are scarce, the training step comes first
@@ -46,6 +47,7 @@ class _Answer(msgspec.Struct):
     upload: bool = False
     problem: str = ""
     retry: bool = False
+    disowned: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,18 @@ class AsyncWriter:
         after_save: Callable[[int, bool], bool] = lambda step, final: False,
         uploader: Uploader | None = None,
         holders: range | None = None,
+        confirm_owner: Callable[[], None] = lambda: None,
     ):
         self.run, self.full, self.uploader, self._after_save = run, full, uploader, after_save
         self._holders = holders  # of the same tensors as this rank; None for all ranks
+        self._confirm_owner = confirm_owner  # called before a commit; raises OwnerError
+        self._epoch = os.environ.get(EPOCH, "0")  # two attempts of a run never write to the same draft
         self._coordinator = coordinator or LocalCoordinator()
         self._thread_coordinator = self._coordinator.for_topic("write")
         self.news: list[tuple[str, bool]] = []
         """Messages for the user, oldest first, and whether each is a warning; the loop takes them from here."""
         self.problem: str | None = None  # why the last save failed
+        self.disowned = False  # whether it failed because another process has taken over the run
         self.saved_step: int | None = None  # of the newest checkpoint
         self.stall_seconds = self.write_seconds = 0.0
         """Of the last save: how long the loop waited, and how long the thread took."""
@@ -104,6 +110,7 @@ class AsyncWriter:
         self._next_due.set()
         self.wait()
         self._next_due.clear()
+        self._make_draft(step, 0)
         plan, snapshot = self._plan(tensors, self._coordinator)
         snapshot.begin(tensors)
         save = _Save(step, plan, snapshot, state, final, problem or "")
@@ -152,7 +159,9 @@ class AsyncWriter:
         with contextlib.suppress(OSError):  # on Linux this applies to the thread alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         for attempt in range(len(RETRY_PAUSES) + 1):
-            draft = self.run / CHECKPOINTS / f"{DRAFT}{save.step}-{attempt}"
+            draft = self._draft(save.step, attempt)
+            if attempt:
+                self._make_draft(save.step, attempt)
             report = _Report(problem=save.problem) if save.problem else self._write_own_files(draft, save)
             text = msgspec.json.encode(report).decode()
             commit = partial(self._commit, save, draft, attempt)
@@ -161,6 +170,7 @@ class AsyncWriter:
                 break
         self.write_seconds = time.perf_counter() - began
         if answer.problem:
+            self.disowned = answer.disowned
             self._fail(answer.problem)
             return
         self.problem = None
@@ -169,6 +179,15 @@ class AsyncWriter:
         if answer.upload and self.uploader is not None:
             self.uploader.start(Path(answer.folder))
 
+    def _draft(self, step: int, attempt: int) -> Path:
+        return self.run / CHECKPOINTS / f"{DRAFT}{step}-{attempt}-{self._epoch}"
+
+    def _make_draft(self, step: int, attempt: int) -> None:
+        """Rank 0 makes the folder for all ranks, if it can."""
+        if self._coordinator.is_first:
+            with contextlib.suppress(OSError):  # writing will fail, and say why
+                self._draft(step, attempt).mkdir(parents=True, exist_ok=True)
+
     def _fail(self, problem: str) -> None:
         self.problem = problem
         self.news.append((problem, True))
@@ -176,14 +195,19 @@ class AsyncWriter:
     def _write_own_files(self, draft: Path, save: _Save) -> _Report:
         report = _Report()
         try:
-            if save.snapshot.files or self._coordinator.is_first:
-                draft.mkdir(parents=True, exist_ok=True)
             for name, file in save.snapshot.files.items():
-                blocks = self._throttled(chain([file.header], blocks_of(file.content)), save.snapshot)
-                report.files[name] = write_blocks(draft / name, blocks, file.weights_bytes)
+                try:
+                    report.files[name] = self._write_file(draft / name, file, save.snapshot)
+                except FileNotFoundError:  # rank 0 has not made the folder yet, or has another disk
+                    draft.mkdir(parents=True, exist_ok=True)
+                    report.files[name] = self._write_file(draft / name, file, save.snapshot)
         except OSError as error:
             return _Report(problem=str(disk_error("save a checkpoint in", self.run, error)))
         return report
+
+    def _write_file(self, path: Path, file: FileCopy, snapshot: Snapshot) -> File:
+        blocks = self._throttled(chain([file.header], blocks_of(file.content)), snapshot)
+        return write_blocks(path, blocks, file.weights_bytes)
 
     def _throttled(self, blocks: Iterable[memoryview], snapshot: Snapshot) -> Iterator[memoryview]:
         """Where training runs on the same cores, rest after each block unless the loop waits for the save."""
@@ -197,18 +221,18 @@ class AsyncWriter:
         """On rank 0, when all ranks have written: turn the draft into a checkpoint, or remove it."""
         reports = [msgspec.json.decode(text, type=_Report) for text in texts]
         problem = next((report.problem for report in reports if report.problem), "")
-        retry = True
+        retry, disowned = True, False
         try:
             if not problem:
                 answer = self._put_in_place(save, draft, reports)
-        except CheckpointError as error:
-            problem, retry = str(error), False
+        except IngotError as error:
+            problem, retry, disowned = str(error), isinstance(error, DiskError), isinstance(error, OwnerError)
         except OSError as error:
             problem = str(disk_error("save a checkpoint in", self.run, error))
         if problem:
             shutil.rmtree(draft, ignore_errors=True)
             retry = retry and attempt < len(RETRY_PAUSES) and not self._next_due.wait(RETRY_PAUSES[attempt])
-            answer = _Answer(problem=problem, retry=retry)
+            answer = _Answer(problem=problem, retry=retry, disowned=disowned)
         return [msgspec.json.encode(answer).decode()] * len(texts)
 
     def _put_in_place(self, save: _Save, draft: Path, reports: list[_Report]) -> _Answer:
@@ -218,5 +242,5 @@ class AsyncWriter:
             if name not in listed and not (draft / name).is_file():
                 raise OSError(f"{name}, written by another rank, is not there; all ranks need the same file system")
         write_manifest(Manifest(save.step, save.plan.parts, files, save.plan.entries, save.state, draft))
-        folder = put_in_place(draft, save.step)
+        folder = put_in_place(draft, save.step, self._confirm_owner)
         return _Answer(str(folder), upload=self._after_save(save.step, save.final))

@@ -17,6 +17,7 @@ from ingot.config.model import ModelConfig
 from ingot.errors import CheckpointError, ConfigError
 from ingot.host_memory import available_memory
 from ingot.model.gpt import GPT, allocate
+from ingot.parallel.coordinator import Coordinator
 from ingot.parallel.dtensor import fill, local, local_offsets
 
 
@@ -35,11 +36,11 @@ def load_model(path: str | Path, device: str | torch.device = "cpu") -> GPT:
     return model.eval()
 
 
-def open_weights(path: Path) -> tuple[ModelConfig, TensorReader]:
-    """The config and the weights of a model in any kind of folder."""
+def open_weights(path: Path, coordinator: Coordinator | None = None) -> tuple[ModelConfig, TensorReader]:
+    """The config and the weights of a model in any kind of folder. The ranks of a `coordinator` share the checks."""
     if (path / "config.json").is_file():
         return read_hf(path)
-    manifest = find_checkpoint(path)
+    manifest = find_checkpoint(path, coordinator)
     return model_config(manifest), CheckpointTensors(manifest)
 
 

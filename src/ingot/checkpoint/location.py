@@ -14,7 +14,7 @@ from ingot.checkpoint.manifest import (
     File,
     Manifest,
     parse_manifest,
-    read_manifest,
+    read_manifest_text,
     steps_in,
     verify_file,
 )
@@ -39,12 +39,19 @@ class CheckpointLocation:
         return int(self.prefix.split("/")[1])
 
     def manifest(self) -> Manifest:
+        return self.parse(self.manifest_text())
+
+    def manifest_text(self) -> bytes:
         if self.remote.folder is not None:
-            return read_manifest(self.remote.folder / self.prefix)
+            return read_manifest_text(self.remote.folder / self.prefix)
         text = self.remote.read(self.prefix + MANIFEST)
         if text is None:
             raise CheckpointError(f"{self} is not a checkpoint: it has no {MANIFEST}")
-        return parse_manifest(text, Path(str(self)), f"{self}/{MANIFEST}")
+        return text
+
+    def parse(self, text: bytes) -> Manifest:
+        folder = self.remote.folder / self.prefix if self.remote.folder is not None else Path(str(self))
+        return parse_manifest(text, folder, f"{self}/{MANIFEST}")
 
     def check(self, name: str, expected: File) -> None:
         """Check a file's presence, size and hash."""

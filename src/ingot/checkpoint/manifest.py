@@ -117,11 +117,15 @@ def _lines(values: dict[str, Any], indent: int) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and check a manifest. `verify` checks the files that it names."""
+    return parse_manifest(read_manifest_text(folder), folder, str(folder / MANIFEST))
+
+
+def read_manifest_text(folder: Path) -> bytes:
     path = folder / MANIFEST
     try:
         check_regular(path)
         with path.open("rb") as file:
-            return parse_manifest(file.read(MAX_MANIFEST_BYTES + 1), folder, str(path))
+            return file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:

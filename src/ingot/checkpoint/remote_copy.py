@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from ingot.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from ingot.checkpoint.store import DRAFT, own_files, put_in_place
+from ingot.checkpoint.store import DRAFT, own_files, put_in_place, read_and_verify
 from ingot.errors import CheckpointError, DataError, DiskError, disk_error
 from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.storage.object_store import Remote
@@ -42,7 +43,7 @@ def newest_good(run: Path, coordinator: Coordinator, remote: Remote | None = Non
     for step, here in json.loads(candidates):
         try:
             if here:
-                return _check(run / CHECKPOINTS / str(step), coordinator), problems
+                return read_and_verify(run / CHECKPOINTS / str(step), coordinator), problems
             assert remote is not None
             location = CheckpointLocation(remote, f"{CHECKPOINTS}/{step}/")
             return fetch_into_run(location, run, coordinator), problems
@@ -66,22 +67,15 @@ def _candidates(run: Path, remote: Remote | None) -> list[tuple[int, bool]]:
     return sorted(steps, reverse=True)
 
 
-def _check(folder: Path, coordinator: Coordinator) -> Manifest:
-    def check_own_files() -> Manifest:
-        manifest = read_manifest(folder)
-        verify(manifest, own_files(manifest, coordinator))
-        return manifest
-
-    return coordinator.run_on_all_ranks(check_own_files)
-
-
 def fetch(
     location: CheckpointLocation, folder: Path, coordinator: Coordinator, kinds: list[str] | None = None
 ) -> Manifest:
     """Copy a checkpoint, or some kinds of its files, into a folder; each rank copies some files."""
 
+    text = coordinator.broadcast(location.manifest_text)
+
     def fetch_own_files() -> Manifest:
-        manifest = replace(location.manifest(), folder=folder)
+        manifest = replace(location.parse(text), folder=folder)
         for name, file in own_files(manifest, coordinator, kinds).items():
             location.fetch(name, file, folder / name, manifest.files[name].bytes)
         return manifest
@@ -106,13 +100,12 @@ def fetch_into_run(location: CheckpointLocation, run: Path, coordinator: Coordin
     return replace(manifest, folder=run / CHECKPOINTS / str(manifest.step))
 
 
-def upload(manifest: Manifest, remote: Remote, names: Iterable[str]) -> None:
+def upload(folder: Path, prefix: str, remote: Remote, names: Iterable[str]) -> None:
     """Copy files of a local checkpoint to a URL. The copy of `MANIFEST` makes it a checkpoint there."""
-    prefix = f"{CHECKPOINTS}/{manifest.step}/"
     for name in names:
         if remote.size(prefix + name) is not None and name == MANIFEST:
             remote.delete([prefix + name])
-        remote.put(prefix + name, manifest.folder / name)
+        remote.put(prefix + name, folder / name)
 
 
 def copy_checkpoint(location: CheckpointLocation, to: str) -> CheckpointLocation:
@@ -129,7 +122,7 @@ def copy_checkpoint(location: CheckpointLocation, to: str) -> CheckpointLocation
         try:
             if location.prefix and location.remote.folder is not None:
                 _put_run_files(location.remote.folder, target)
-            upload(manifest, target, [*manifest.files, MANIFEST])
+            upload(manifest.folder, f"{CHECKPOINTS}/{manifest.step}/", target, [*manifest.files, MANIFEST])
         except OSError as error:
             raise disk_error("write", to, error) from None
     return CheckpointLocation(target, f"{CHECKPOINTS}/{manifest.step}/")
@@ -147,8 +140,15 @@ class Uploader:
     `outdated` receives the steps of the checkpoints at the URL and returns those to delete.
     """
 
-    def __init__(self, url: str, run: Path, coordinator: Coordinator, outdated: Callable[[list[int]], list[int]]):
-        self.remote, self.run, self._outdated = Remote(url), run, outdated
+    def __init__(
+        self,
+        url: str,
+        run: Path,
+        coordinator: Coordinator,
+        outdated: Callable[[list[int]], list[int]],
+        confirm_owner: Callable[[], None] = lambda: None,
+    ):
+        self.remote, self.run, self._outdated, self._confirm_owner = Remote(url), run, outdated, confirm_owner
         self._coordinator = coordinator.for_topic("upload")
         self.news: list[tuple[str, bool]] = []
         self.problem: str | None = None
@@ -168,8 +168,10 @@ class Uploader:
 
     def _run(self, folder: Path) -> None:
         try:
-            self._coordinator.run_on_all_ranks(lambda: self._upload_own_files(folder))
-            self._coordinator.run_on_all_ranks(lambda: self._commit(folder))
+            names = json.loads(self._coordinator.gather_and_decide("", partial(self._share_files, folder)))
+            prefix = f"{CHECKPOINTS}/{folder.name}/"
+            self._coordinator.run_on_all_ranks(lambda: upload(folder, prefix, self.remote, names))
+            self._coordinator.run_on_all_ranks(lambda: self._commit(folder, prefix))
             self.problem = None
         except CheckpointError as error:
             self.problem = str(error)
@@ -181,15 +183,17 @@ class Uploader:
         else:
             self.news.append((f"uploaded {self.remote.url}/{CHECKPOINTS}/{folder.name}", False))
 
-    def _upload_own_files(self, folder: Path) -> None:
-        manifest = read_manifest(folder)
-        upload(manifest, self.remote, own_files(manifest, self._coordinator))
+    def _share_files(self, folder: Path, texts: list[str]) -> list[str]:
+        """What each rank uploads."""
+        names = list(read_manifest(folder).files)
+        return [json.dumps(names[rank :: len(texts)]) for rank in range(len(texts))]
 
-    def _commit(self, folder: Path) -> None:
+    def _commit(self, folder: Path, prefix: str) -> None:
         if not self._coordinator.is_first:
             return
         _put_run_files(self.run, self.remote)
-        upload(read_manifest(folder), self.remote, [MANIFEST])
+        self._confirm_owner()
+        upload(folder, prefix, self.remote, [MANIFEST])
         self.remove(self._outdated([found.step for found in find_checkpoints(self.remote)]))
 
     def remove(self, steps: list[int]) -> None:

@@ -21,7 +21,8 @@ from ingot.checkpoint.manifest import (
     Manifest,
     file_name,
     incomplete_steps,
-    read_manifest,
+    parse_manifest,
+    read_manifest_text,
     remove,
     steps_in,
     verify,
@@ -30,7 +31,7 @@ from ingot.checkpoint.manifest import (
 from ingot.checkpoint.placement import Chunk, Entry
 from ingot.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, SafetensorsFile, write_shard
 from ingot.checkpoint.save_plan import Tensors
-from ingot.parallel.coordinator import Coordinator
+from ingot.parallel.coordinator import Coordinator, LocalCoordinator
 from ingot.storage.atomic import sync
 
 DRAFT, REMOVE, OLD = ".draft-", ".remove-", ".old-"
@@ -63,8 +64,12 @@ def save_checkpoint(
         raise
 
 
-def put_in_place(draft: Path, step: int) -> Path:
-    """Give a complete draft its name. An older checkpoint of that step is deleted once the new one is in place."""
+def put_in_place(draft: Path, step: int, confirm_owner: Callable[[], None] = lambda: None) -> Path:
+    """Give a complete draft its name. An older checkpoint of that step is deleted once the new one is in place.
+
+    `confirm_owner` raises an error if the run has got another owner.
+    """
+    confirm_owner()
     target = draft.with_name(str(step))
     old = draft.with_name(f"{OLD}{step}")
     if target.exists():
@@ -100,20 +105,38 @@ def own_files(manifest: Manifest, coordinator: Coordinator, kinds: list[str] | N
     return {name: manifest.files[name].beginning(kinds or manifest.tensors) for name in own}
 
 
-def find_checkpoint(path: Path) -> Manifest:
-    """The checkpoint at a path: the path itself, or the newest one of a run folder. Its weights are verified."""
+def find_checkpoint(path: Path, coordinator: Coordinator | None = None) -> Manifest:
+    """The checkpoint at a path: the path itself, or the newest one of a run folder. Its weights are verified, by all
+    ranks together."""
+    coordinator = coordinator or LocalCoordinator()
+    found = coordinator.broadcast(lambda: str(_newest_folder(path)).encode()).decode()
+    return read_and_verify(Path(found), coordinator, [MODEL])
+
+
+def _newest_folder(path: Path) -> Path:
     if (path / MANIFEST).is_file():
-        manifest = read_manifest(path)
-    elif steps := steps_in(path / CHECKPOINTS):
-        manifest = read_manifest(path / CHECKPOINTS / str(steps[-1]))
-        for step in incomplete_steps(path / CHECKPOINTS):
-            if step > steps[-1]:
-                skipped = f"{path / CHECKPOINTS / str(step)} is incomplete (it has no {MANIFEST}) and was skipped"
-                print(f"warning: {skipped}; using {manifest.folder}", file=sys.stderr)
-    else:
+        return path
+    if not (steps := steps_in(path / CHECKPOINTS)):
         raise no_checkpoint_error(path)
-    verify(manifest, manifest.files_of([MODEL]))
-    return manifest
+    newest = path / CHECKPOINTS / str(steps[-1])
+    for step in incomplete_steps(path / CHECKPOINTS):
+        if step > steps[-1]:
+            skipped = f"{path / CHECKPOINTS / str(step)} is incomplete (it has no {MANIFEST}) and was skipped"
+            print(f"warning: {skipped}; using {newest}", file=sys.stderr)
+    return newest
+
+
+def read_and_verify(folder: Path, coordinator: Coordinator, kinds: list[str] | None = None) -> Manifest:
+    """A checkpoint whose files, or those of some kinds, have been verified, each rank some of them. Rank 0 alone reads
+    the manifest."""
+    text = coordinator.broadcast(lambda: read_manifest_text(folder))
+
+    def verify_own_files() -> Manifest:
+        manifest = parse_manifest(text, folder, str(folder / MANIFEST))
+        verify(manifest, own_files(manifest, coordinator, kinds))
+        return manifest
+
+    return coordinator.run_on_all_ranks(verify_own_files)
 
 
 def consolidate(manifest: Manifest, out: Path, kinds: list[str]) -> Path:

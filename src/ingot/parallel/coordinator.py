@@ -9,7 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+import xxhash
 
 from ingot.errors import CheckpointError, IngotError
 from ingot.parallel.rendezvous import World
@@ -41,6 +43,13 @@ class Coordinator(ABC):
 
         All ranks must call this in the same order. If `decide` fails, every rank raises an error.
         """
+
+    def broadcast(self, make: Callable[[], bytes]) -> bytes:
+        """What `make` returns on rank 0, on every rank; an error there is raised on all.
+
+        A collective, in which the ranks pass the bytes on to one another: not for other threads than the main one.
+        """
+        return make()
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Do something on every rank; the first error on any of them is raised on all."""
@@ -98,3 +107,24 @@ class StoreCoordinator(Coordinator):
         if answer.startswith(FAILED):
             raise CheckpointError(answer.removeprefix(FAILED))
         return answer.removeprefix(OK)
+
+    def broadcast(self, make: Callable[[], bytes]) -> bytes:
+        data, problem = b"", ""
+        if self.is_first:
+            try:
+                data = make()
+            except (IngotError, OSError) as error:
+                problem = str(error) or type(error).__name__
+                data = problem.encode()
+        sizes = torch.tensor([len(data), bool(problem), xxhash.xxh3_64_intdigest(data) >> 1])
+        dist.broadcast(sizes, 0)
+        size, failed, digest = sizes.tolist()
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.broadcast(content, 0)
+        data = content.numpy().tobytes()
+        intact = xxhash.xxh3_64_intdigest(data) >> 1 == digest
+        problem = data.decode() if failed and intact else "" if intact else f"rank {self.rank} received damaged data"
+        if problem := self.gather_and_decide(problem, lambda texts: [next(filter(None, texts), "")] * len(texts)):
+            raise CheckpointError(problem)
+        return data

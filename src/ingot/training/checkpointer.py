@@ -24,7 +24,7 @@ from ingot.checkpoint.save_plan import Tensors
 from ingot.checkpoint.store import DRAFT, OLD_RNG, CheckpointTensors, to_remove
 from ingot.config.durations import BatchClock
 from ingot.config.run import RunConfig
-from ingot.errors import CheckpointError, DiskError, disk_error
+from ingot.errors import CheckpointError, DiskError, OwnerError, disk_error
 from ingot.parallel.executors.base import Executor
 from ingot.storage.object_store import is_url
 from ingot.training.listener import Row, RunListener
@@ -44,6 +44,7 @@ class Checkpointer:
         executor: Executor,
         optimizer: Optimizer,
         listener: RunListener,
+        confirm_owner: Callable[[], None] = lambda: None,
     ):
         self.config, self.clock, self.executor, self.optimizer = config, clock, executor, optimizer
         self.listener, self.coordinator = listener, executor.coordinator
@@ -51,10 +52,14 @@ class Checkpointer:
         self.folder = Path(config.run_folder)
         self.full = config.state_dict_type == "full"
         url = config.remote_folder
-        self.uploader = Uploader(url, self.folder, self.coordinator, self._outdated) if url is not None else None
+        self.uploader = None
+        if url is not None:
+            self.uploader = Uploader(url, self.folder, self.coordinator, self._outdated, confirm_owner)
         stage = self.coordinator.world_size // executor.layout.pipeline  # ranks that hold the same tensors
         holders = range(self.coordinator.rank // stage * stage, (self.coordinator.rank // stage + 1) * stage)
-        self.writer = AsyncWriter(self.folder, self.coordinator, self.full, self._after_save, self.uploader, holders)
+        self.writer = AsyncWriter(
+            self.folder, self.coordinator, self.full, self._after_save, self.uploader, holders, confirm_owner
+        )
         self.before_update = self.writer.before_update
         """To be called before each update of the weights: a copy of them may still be in progress."""
         self._saved_at = time.monotonic()
@@ -89,6 +94,8 @@ class Checkpointer:
         self._forward_news()
 
     def _forward_news(self) -> None:
+        if self.writer.disowned:
+            raise OwnerError(self.writer.problem)
         for news in (self.writer.news, self.uploader.news if self.uploader is not None else []):
             while news:
                 text, is_warning = news.pop(0)
@@ -108,9 +115,10 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         if final:
             self._wait()
-            if self.writer.problem is not None:
+            if self.writer.problem is not None and not self.writer.disowned:
                 self.writer.news.clear()
                 raise DiskError(self.writer.problem)
+            self._forward_news()
             self._remove_outdated()
             if self.uploader is not None and self.uploader.problem and self.config.remote_save_folder is None:
                 raise DiskError(f"{self.uploader.problem}; the last checkpoint is in {self.folder} only")
@@ -206,7 +214,7 @@ class Checkpointer:
                 raise CheckpointError(f"{path} holds no checkpoint")
             tensors: TensorReader = CheckpointTensors(fetch(found[-1], draft, self.coordinator, [MODEL]))
         else:
-            stored, tensors = open_weights(Path(path))
+            stored, tensors = open_weights(Path(path), self.coordinator)
             model = self.config.model
             if stored.vocab_size == model.vocab_size and stored.vocab_rows != model.vocab_rows:
                 tensors = Repadded(tensors, model.vocab_size, model.vocab_rows)

@@ -95,7 +95,9 @@ class Trainer:
         self.executor = executor = build_executor(config, plan, self.inputs, listener)
         self.optimizer = Optimizer(config.optimizer, {p.tensor: p.name for p in executor.parameters})
         self.scaler = LossScale(executor.device, enabled=config.precision == "fp16")
-        self.checkpointer = Checkpointer(config, self.inputs.clock, executor, self.optimizer, listener)
+        self.checkpointer = Checkpointer(
+            config, self.inputs.clock, executor, self.optimizer, listener, self.run.confirm_owner
+        )
         cleanup.callback(self.checkpointer.close)
         if config.load_path is not None and not is_url(config.load_path):
             self.checkpointer.load_weights(config.load_path)

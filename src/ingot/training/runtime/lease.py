@@ -63,13 +63,22 @@ class Lease:
     def check(self) -> None:
         """Raise if another process has taken over the folder because this one seemed dead."""
         if self.lost:
-            raise OwnerError(f"{self.path.parent} was taken over by {_describe(_read(self.path))}; this run stops")
+            owner = _read(self.path)
+            by = _describe(owner) if owner else "a process that has ended"
+            raise OwnerError(f"{self.path.parent} was taken over by {by}; this run stops")
 
     def confirm(self) -> None:
-        """Raise unless the file on disk is still this process's: to be asked before anything is committed."""
-        if self.path.read_text() != self.content:
+        """Look on the disk, before something that only the owner may do, and raise if this process is not the owner.
+
+        Without the file another process has owned the folder since, and has ended: a living owner never removes it.
+        """
+        try:
+            self.lost = self.lost or self.path.read_text() != self.content
+        except FileNotFoundError:
             self.lost = True
-            self.check()
+        except OSError as error:
+            raise disk_error("read", self.path, error) from None
+        self.check()
 
     def _acquire(self, expiry: float) -> None:
         draft = self.path.with_name(f".{OWNER}.{os.getpid()}")
