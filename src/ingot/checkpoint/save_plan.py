@@ -64,14 +64,16 @@ def plan_save(tensors: Tensors, coordinator: Coordinator, holders: range | None 
     ranks = holders or range(world)
     held = [describe((kind, name), tensor) for kind, content in tensors.items() for name, tensor in content.items()]
     chosen = choose_writers(held, ranks)
-    own, problem = list[Key](), ""
+    own, offsets, problem = list[Key](), dict[object, tuple[int, ...]](), ""
     if world > 1 and len({name for _, name in chosen}) < len(chosen):
         problem = "a weight and a tensor of the training state have the same name"
     for item in held:
         kind, name = item.key
         tensor, part = tensors[kind][name], part_of(rank - ranks.start, chosen[item.key])
-        here = local(tensor)
-        if here.numel() and part[1:] != (tuple(local_offsets(tensor)), tuple(here.shape)):
+        here, sharing = local(tensor), (item.shape, item.cuts)
+        if sharing not in offsets:  # torch takes a while for it
+            offsets[sharing] = tuple(local_offsets(tensor))
+        if here.numel() and part[1:] != (offsets[sharing], tuple(here.shape)):
             problem = problem or f"rank {rank} holds another part of {name} than the layout says"
         if part[0] == rank and (here.numel() or not item.cuts):
             own.append(item.key)
