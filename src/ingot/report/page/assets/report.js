@@ -105,7 +105,7 @@ function markLines(runs) {
       const x = Math.round(plot.valToPos(toAxis(run, batch), "x", true));
       if (x < plot.bbox.left || x > plot.bbox.left + plot.bbox.width) continue;
       context.save();
-      context.strokeStyle = kind === "failure" ? "#d33" : "#e90";
+      context.strokeStyle = { failure: "#d33", restart: "#38a" }[kind] || "#e90";
       context.setLineDash([4, 4]);
       context.beginPath();
       context.moveTo(x, plot.bbox.top);
@@ -182,7 +182,7 @@ function runTables(run, several) {
   const parts = several ? [element("h2", run.name)] : [];
   parts.push(element("h2", "What was run"), table(null, Object.entries(run.summary)));
   if (run.checkpoints.length) parts.push(element("h2", "Checkpoints"), table(["step", "size", "saved"], run.checkpoints));
-  if (run.marks.length) parts.push(element("h2", "Anomalies and failures"), table(["batch", "kind", "what"], run.marks));
+  if (run.marks.length) parts.push(element("h2", "Anomalies, failures and restarts"), table(["batch", "kind", "what"], run.marks));
   for (const { title, rows } of run.profiles) parts.push(element("h2", title), table(["category", "time per step", "share"], rows));
   if (run.generated.length) {
     parts.push(element("h2", "Samples generated at checkpoints"), table(["batch", "prompt", "most likely continuation"], run.generated, "texts"));
