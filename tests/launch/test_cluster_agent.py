@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import TINY
 from specs import spec
 
@@ -413,6 +414,45 @@ def test_a_node_without_the_run_folder_or_the_working_directory_says_so(tmp_path
             here.start("n2")
             (sentence,) = (await here.side.ask(CheckNode(0.0), "n2")).checks.values()
             assert str(tmp_path / "absent") in sentence
+
+    run(test)
+
+
+def test_a_node_whose_own_disk_is_full_is_at_fault_and_not_the_shared_one(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounts a file system")
+    small = tmp_path / "tmp"
+    small.mkdir()
+    # room for one file or folder
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=2", "none", small], check=True)
+
+    async def test() -> None:
+        async with nodes(tmp_path) as here:
+            here.start(TMPDIR=str(small))
+            failed = await here.side.ask(here.order())
+            assert failed.kind == "machine" and "No space left on device" in failed.reason
+
+    try:
+        run(test)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_ranks_are_watched_although_somebody_cleans_the_temporary_folder(tmp_path: Path) -> None:
+    async def test() -> None:
+        script = """
+import glob, os, time
+from ingot.training.runtime.heartbeat import *
+heart = Heartbeat(HangBudgets(step=0.5, start=0.5, save=0.5))
+os.unlink(os.environ["INGOT_HEARTBEAT_FILE"])
+os.unlink(os.environ["INGOT_AGENT_FILE"])
+time.sleep(60)
+"""
+        async with nodes(tmp_path, script) as here:
+            here.start()
+            await here.side.ask(here.order())
+            await until(lambda: here.side.seen(Suspicion))
+            assert here.side.seen(Suspicion)[0].is_hang
 
     run(test)
 

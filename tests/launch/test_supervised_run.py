@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 from local_cluster import SupervisedRun
-from runs import assert_as_if_nothing_happened, ranks, whole
+from runs import assert_as_if_nothing_happened, whole
 
 from ingot.launch.supervisor.records import PhaseBegan
 
-__all__ = ["ranks", "whole"]
+__all__ = ["whole"]
 slow = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def two_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    monkeypatch.setattr("runs.RANKS", 2)
+@pytest.fixture
+def ranks() -> int:
+    """Of the undisturbed run, also in the slow set."""
+    return 2
 
 
 async def until(condition: Callable[[], object], seconds: float = 100) -> None:

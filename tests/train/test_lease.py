@@ -14,7 +14,7 @@ import pytest
 
 from ingot.errors import EXIT_FAULT, FencedError, OwnerError
 from ingot.training.runtime import lease
-from ingot.training.runtime.fence import write_time
+from ingot.training.runtime.fence import AgentClock
 from ingot.training.runtime.lease import Lease
 
 HOLD = """
@@ -92,11 +92,12 @@ def test_an_owner_that_was_suspended_goes_on_if_nobody_has_taken_over(start: Sta
 
 
 def test_a_rank_ends_when_its_agent_has_gone(start: Start, tmp_path: Path) -> None:
-    write_time(tmp_path / "agent")
+    clock = AgentClock(tmp_path / "agent")
     process = start(WATCHED, INGOT_AGENT_FILE=str(tmp_path / "agent"))
     for _ in range(20):
         time.sleep(0.1)
-        write_time(tmp_path / "agent")
+        clock.show()
+        (tmp_path / "agent").unlink(missing_ok=True)  # somebody cleans the temporary folder
     assert process.poll() is None
     assert process.wait(10) == EXIT_FAULT
     assert "the agent of this node has given no sign of life" in process.communicate()[1]

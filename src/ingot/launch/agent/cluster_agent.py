@@ -140,13 +140,18 @@ class ClusterAgent:
         try:
             body = await self._carry_out(request.body)
         except OSError as error:
-            kind = "site" if error.errno in SITE_ERRORS else "machine"
-            body = Failed(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", kind)
+            body = self._failed(error)
         except IngotError as error:
             body = Failed(str(error))
         except Exception as error:  # the supervisor must hear of it rather than wait
             body = Failed(f"internal error: {type(error).__name__}: {error}", "program")
         link.send(Answer(request.number, body))
+
+    def _failed(self, error: OSError) -> Failed:
+        """A full disk of this node is its own fault, that of the run folder the site's."""
+        where = f": {error.filename}" if error.filename else ""
+        is_site = error.errno in SITE_ERRORS and Path(str(error.filename)).is_relative_to(self.run_folder)
+        return Failed(f"{error.strerror or error}{where}", "site" if is_site else "machine")
 
     async def _carry_out(self, body: Body) -> AnswerBody:
         now = time.time()
@@ -275,10 +280,16 @@ class ClusterAgent:
         """Look at the ranks, and report what is new."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._ranks is not None:
-                for report in self._ranks.look():
-                    if self._link is not None:
-                        self._link.send(report)
+            ranks = self._ranks
+            if ranks is None:
+                continue
+            try:
+                reports = ranks.look()
+            except Exception as error:
+                reports = ranks.failed_to_look(error)
+            for report in reports:
+                if self._link is not None:
+                    self._link.send(report)
 
 
 def main() -> int:

@@ -88,7 +88,7 @@ class NodeRanks:
             return []
         if now - self._shown_at >= SHOW_SECONDS:
             self._shown_at = now
-            self.group.show_alive()
+            self.group.clock.show()
         found: list[Report] = []
         if not self._facts:
             found += self._failures() or self._end_of_all()
@@ -106,6 +106,14 @@ class NodeRanks:
         if wrong := self.group.transport.wrong():
             return [Suspicion(self.epoch, *wrong)]
         return []
+
+    def failed_to_look(self, error: Exception) -> list[Report]:
+        """The agent itself has a fault; the supervisor hears of it once."""
+        if self._facts:
+            return []
+        what = f"the agent cannot look at its ranks: {type(error).__name__}: {error}"
+        self._facts.append(Suspicion(self.epoch, min(self.group.processes, default=-1), what))
+        return list(self._facts)
 
     def _end_of_all(self) -> list[Report]:
         return [] if self.group.living() else [RanksEnded(self.epoch, self.group.codes())]

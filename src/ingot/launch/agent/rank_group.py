@@ -33,8 +33,8 @@ from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.parallel.rank_env import ATTEMPT, EPOCH, STORE_FD
 from ingot.training.runtime.fence import VARIABLE as AGENT_VARIABLE
-from ingot.training.runtime.fence import write_time
-from ingot.training.runtime.heartbeat import STACKS_VARIABLE, START_SECONDS, Beat, make_file, read_beat
+from ingot.training.runtime.fence import AgentClock
+from ingot.training.runtime.heartbeat import FORMAT, STACKS_VARIABLE, START_SECONDS, Beat, make_file, parse_beat
 from ingot.training.runtime.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
 
 NO_FAILURE = (0, EXIT_CONTINUE)
@@ -70,9 +70,11 @@ class RankGroup:
         self.forgiven: int | None = None
         """The exit code of a rank that was asked to stop before it could listen."""
         plan.logs.mkdir(parents=True, exist_ok=True)
+        self._beats: dict[int, int] = {}
         self.watch = NodeWatch()
         self._closing = contextlib.ExitStack()
         self.folder = self._closing.enter_context(own_folder())
+        self.clock = AgentClock(self.folder / "agent")
         ranks = range(node.first_rank, node.first_rank + node.processes)
         self.transport = TransportWatch(plan.transport, {rank: self.folder / f"nccl-{rank}.log" for rank in ranks})
 
@@ -82,7 +84,6 @@ class RankGroup:
         listener: the socket on which rank 0 meets the others, if it is this machine's
         """
         node = self.plan.node
-        self.show_alive()
         own = _listen() if listener is None and node.port is None else None
         listener = listener or own
         if own is not None:
@@ -97,6 +98,8 @@ class RankGroup:
     def _start_rank(self, node: Node, local_rank: int, listener: socket.socket | None) -> None:
         plan, rank = self.plan, node.first_rank + local_rank
         make_file(self._beat_file(rank), START_SECONDS if plan.arguments[0] == "train" else None)
+        # open from now on: it does not matter if somebody cleans the temporary folder of a run of weeks
+        self._beats[rank] = os.open(self._beat_file(rank), os.O_RDONLY | os.O_CLOEXEC)
         env = {
             **plan.env, ATTEMPT: plan.attempt, "RANK": str(rank), "WORLD_SIZE": str(node.world),
             "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(node.processes), "NODE_RANK": str(node.node_rank),
@@ -123,10 +126,6 @@ class RankGroup:
                 start_new_session=True,  # Ctrl-C in a terminal reaches only the launcher, which forwards it once
             )  # fmt: skip
 
-    def show_alive(self) -> None:
-        """Tell the ranks that somebody watches them."""
-        write_time(self.folder / "agent")
-
     # --- looking
 
     def codes(self) -> dict[int, int]:
@@ -142,7 +141,8 @@ class RankGroup:
 
     def beats(self) -> dict[int, Beat]:
         """The last heartbeats of ranks that have sent one."""
-        return {rank: beat for rank in self.processes if (beat := read_beat(self._beat_file(rank))) is not None}
+        found = {rank: parse_beat(os.pread(file, FORMAT.size, 0)) for rank, file in self._beats.items()}
+        return {rank: beat for rank, beat in found.items() if beat is not None}
 
     def late(self) -> dict[int, Beat]:
         """Living ranks that have made no progress for longer than they may."""
@@ -172,6 +172,7 @@ class RankGroup:
             if beat is not None:
                 late = max(0.0, beat.late(now)) if rank in living else 0.0
                 found = replace(found, batch=beat.batch + 1, late_seconds=late, phase=beat.phase,
+                                silent_seconds=now - beat.at if rank in living else 0.0,
                                 own_seconds=beat.own_seconds, world_collectives=beat.world_collectives,
                                 collectives=beat.collectives)  # fmt: skip
             if code is not None and (failure := read_written(self.folder / str(rank))) is not None:
@@ -211,6 +212,10 @@ class RankGroup:
         if any(code not in NO_FAILURE for code in self.codes().values()):
             self.keep_stacks()
         self.watch.close()
+        self.clock.close()
+        for file in self._beats.values():
+            os.close(file)
+        self._beats.clear()
         self._closing.close()
 
     def _beat_file(self, rank: int) -> Path:

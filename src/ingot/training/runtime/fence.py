@@ -38,10 +38,21 @@ def watch_agent() -> None:
     threading.Thread(target=watch, name="ingot-agent-watch", daemon=True).start()
 
 
-def write_time(path: Path) -> None:
-    """For the agent: it is alive."""
-    with path.open("r+b" if path.exists() else "wb") as file:
-        file.write(_FORMAT.pack(time.monotonic()))
+class AgentClock:
+    """For the agent: the file in which it shows its ranks that it is alive. It stays mapped, as theirs do, so that it
+    does not matter if somebody cleans the temporary folder."""
+
+    def __init__(self, path: Path):
+        path.write_bytes(bytes(_FORMAT.size))
+        with path.open("r+b") as file:
+            self._content = mmap.mmap(file.fileno(), _FORMAT.size)
+        self.show()
+
+    def show(self) -> None:
+        _FORMAT.pack_into(self._content, 0, time.monotonic())
+
+    def close(self) -> None:
+        self._content.close()
 
 
 def end_when_silent(last: Callable[[], float], ended: threading.Event, who: str) -> None:

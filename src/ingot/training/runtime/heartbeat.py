@@ -132,7 +132,11 @@ def collectives_joined() -> tuple[int, int]:
 
 def read_beat(path: Path) -> Beat | None:
     """The last beat in a file; None before the first."""
-    content = path.read_bytes()
+    return parse_beat(path.read_bytes())
+
+
+def parse_beat(content: bytes) -> Beat | None:
+    """The last beat, by the content of a rank's file."""
     if len(content) < FORMAT.size:
         return None
     at, allowed, started, batch, phase, *counts = FORMAT.unpack(content[: FORMAT.size])
