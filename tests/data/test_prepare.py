@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -762,6 +763,17 @@ def test_several_splits_of_a_hub_dataset_are_each_read_from_their_own(
     monkeypatch.setattr("ingot.cli.prepare.run", noted)  # the hub cannot be reached
     command("--dataset", "allenai/c4", "--data_subset", "en", "--out_root", str(tmp_path), "--splits", "train", "val")
     assert asked == [(["hf://allenai/c4?en#train"], "train"), (["hf://allenai/c4?en#validation"], "val")]
+
+
+def test_the_share_that_is_done_grows_with_the_pieces(
+    corpus: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingot.data.prepare.progress._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("ingot.data.prepare.progress._LINE_SECONDS", 0.0)
+    said: list[str] = []
+    run(corpus, tmp_path / "out", tokenizer, show=said.append)
+    shares = [int(match[1]) for line in said if (match := re.match(r"(\d+)% .* docs/s", line))]
+    assert len(shares) > 3 and shares == sorted(shares) and shares[0] < 50 < shares[-1]
 
 
 def test_verbose_shows_the_lengths_of_the_documents(tokenizer: Tokenizer, tmp_path: Path) -> None:

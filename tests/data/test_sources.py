@@ -288,6 +288,14 @@ def test_an_overlong_line_is_one_bad_record_and_is_never_held_whole(kind: str, e
     assert max(len(piece.lines) for piece in plan_pieces(find_files([path]), False, read)) < 150_000
 
 
+def test_a_bad_record_counts_as_a_record_of_its_block(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": 1}\n{"text": "b"}\n')
+    (tmp_path / "x.json").write_text('[{"text": "a"}, {"text": 1}, {"text": "b"}]')
+    for name in ("x.jsonl", "x.json"):
+        (block,) = blocks(tmp_path / name)
+        assert block.record_count == 3 and [record for record, _ in block.bad] == [1], name
+
+
 def test_a_parquet_file_without_the_column_or_without_text_in_it_is_one_sentence(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -127,6 +127,20 @@ def test_the_progress_of_an_evaluation_goes_on_through_all_that_is_evaluated(
     assert one[-1] < two[0] and two == [done + two[0] for done in one]
 
 
+def test_prompts_that_are_cut_are_warned_of_before_the_first_step(data: Path, tasks: Path, tmp_path: Path) -> None:
+    warnings: list[str] = []
+
+    class Recorder(RunListener):
+        def warn(self, text: str) -> None:
+            warnings.append(text)
+
+    for length, cut in ((192, False), (40, True)):
+        given = [f"eval.tasks={tasks}/tasks.yaml", f"icl_seq_len={length}", "max_duration=1ba", "eval_interval=9ba"]
+        folder = f"save_folder={tmp_path}/{length}"
+        train_run(load_config(RunConfig, [*ALIBI, f"data={data}", folder, *given]), Recorder())
+        assert any("prompts are too long for a row and lose their beginning" in text for text in warnings) == cut
+
+
 @pytest.mark.slow
 def test_a_subset_is_the_first_questions_whatever_the_number_of_processes(
     data: Path, tasks: Path, tmp_path: Path

@@ -55,6 +55,14 @@ def test_an_impossible_layout_is_refused_with_the_nearest_that_work(
     assert problem in str(caught.value) and hint in str(caught.value)
 
 
+def test_zero_bubble_keeps_weights_and_the_other_schedules_may_drop_them() -> None:
+    resharded = {"pipeline": 2, "reshard_after_forward": True}
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        assert choose(4, **resharded, pipeline_schedule=schedule) == Layout(shard=2, pipeline=2)
+    with pytest.raises(ConfigError, match="reshard_after_forward=true does not work with pipeline_schedule=zero_bub"):
+        choose(4, **resharded, pipeline_schedule="zero_bubble")
+
+
 @pytest.mark.parametrize("axis", ["context", "pipeline"])
 def test_documents_are_kept_apart_only_where_whole_sequences_are(axis: str) -> None:
     apart = MODEL.model_copy(update={"eos_token_id": 0, "document_mask": True})

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import Ingot
 
+from ingot.cli.quickstart import _save
+from ingot.errors import DiskError
 from ingot.report.metrics_file import read_rows
 
 TINY = ["--minutes", "0.01"]
@@ -126,3 +128,9 @@ def test_what_cannot_become_a_model_is_one_sentence_and_leaves_nothing(
     assert done.returncode in (1, 2) and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_plan_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=r"cannot write to .*file/out"):
+        _save(tmp_path / "file" / "out", {})
