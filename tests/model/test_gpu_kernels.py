@@ -70,7 +70,7 @@ def test_alibi_attention_looks_only_as_far_as_matters_and_no_less() -> None:
     qkv = torch.randn(1, 1024, 1, 3, 64, device="cuda").bfloat16()
     slopes = torch.tensor([0.25], device="cuda")
     assert int(alibi_attention(qkv, slopes, 0.125)[2]) < 600
-    qkv[0, 5, 0, 1] = 40 * qkv[0, -1, 0, 0]  # a key that the last query likes far more than it is away
+    qkv[0, 5, 0, 1] = 80 * qkv[0, -1, 0, 0]  # a key that the last query likes far more than it is away
     out, _, reach = alibi_attention(qkv, slopes, 0.125)
     assert int(reach) > 1024
     torch.testing.assert_close(out[0, -1, 0], qkv[0, 5, 0, 2], atol=2e-2, rtol=2e-2)
@@ -294,7 +294,8 @@ def test_a_compiled_step_has_the_gradients_of_the_plain_one(precision: str, posi
         losses.append(float(loss))
         gradients.append({name: p.grad.cpu() for name, p in model.named_parameters()})
     assert counters["stats"]["unique_graphs"] == 2  # the layers share one, and the last norm has its own
-    assert not counters["graph_break"]
+    # the loss has a kernel of its own, which the compiler leaves alone
+    assert all("linear_cross_entropy" in reason for reason in counters["graph_break"])
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     for name, expected in gradients[0].items():
         # quantized by hand on a CPU, the worst of fp8 is 0.26, the worst of bf16 0.03

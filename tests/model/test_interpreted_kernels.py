@@ -38,7 +38,7 @@ else:
     from ingot.model.kernels.alibi_attention import alibi_attention
     from ingot.model.kernels.biased_gelu import biased_gelu
     from ingot.model.kernels.fp8 import BACKWARD, FORWARD, LEAST
-    from ingot.model.kernels.fp8_quantize import quantize_both
+    from ingot.model.kernels.fp8_quantize import quantize_both, quantize_into
     from ingot.model.kernels.fused_attention import visible_span
     from ingot.model.kernels.split_qkv import split_heads
 
@@ -132,3 +132,5 @@ else:
         exact[0, 0] = torch.finfo(dtype).max
         rows, columns, scale = quantize_both((exact / 64).bfloat16(), dtype, True, LEAST)
         assert torch.equal(rows.float(), exact) and torch.equal(columns.float(), exact.t()) and float(scale) == 1 / 64
+        quantize_into((-exact / 32).bfloat16(), rows, columns, scale, LEAST)  # the next step's weight
+        assert torch.equal(rows.float(), -exact) and torch.equal(columns.float(), -exact.t()) and float(scale) == 1 / 32

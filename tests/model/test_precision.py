@@ -12,7 +12,7 @@ from ingot.model.gpt import GPT
 from ingot.model.init import build_model
 from ingot.model.kernels import attach, refresh, use_fp8
 from ingot.model.kernels.bf16_weights import Bf16Embedding, Bf16Linear, CopiedWeight
-from ingot.model.kernels.fp8 import BACKWARD, FORWARD, quantize, why_no_fp8
+from ingot.model.kernels.fp8 import BACKWARD, FORWARD, Fp8Linear, quantize, why_no_fp8
 from ingot.parallel.loss_model import LossModel
 
 CPU = torch.device("cpu")
@@ -173,6 +173,19 @@ def test_an_fp8_layer_equals_quantizing_by_hand() -> None:
     torch.testing.assert_close(layer.bias.grad, slope.sum((0, 1)), atol=5e-2, rtol=1e-2)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(layer(x), y)
+
+
+def test_the_8_bit_weight_follows_the_weight_and_stays_where_it_is() -> None:
+    layer, _, _ = fp8_layer()
+    assert isinstance(layer, Fp8Linear) and layer.quantized is not None
+    places = [tensor.data_ptr() for tensor in layer.quantized]
+    with torch.no_grad():
+        layer.weight.mul_(-3.0)
+    assert not torch.equal(layer.quantized[2], quantize(layer.weight, FORWARD, True)[2])
+    layer.refresh()
+    assert [tensor.data_ptr() for tensor in layer.quantized] == places
+    for kept, expected in zip(layer.quantized, quantize(layer.weight, FORWARD, True), strict=True):
+        assert torch.equal(kept.float(), expected.float())
 
 
 def test_fp8_keeps_the_largest_value_and_two_digits_of_the_rest() -> None:

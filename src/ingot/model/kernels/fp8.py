@@ -25,7 +25,7 @@ from ingot.model.kernels.bf16_weights import GatheredWeight, WorkingLinear
 from ingot.model.kernels.conditions import TRITON, autocast_dtype, why_no_triton
 
 if TRITON:
-    from ingot.model.kernels.fp8_quantize import quantize_both
+    from ingot.model.kernels.fp8_quantize import quantize_both, quantize_into
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every dimension, for the tensor cores
@@ -119,30 +119,42 @@ class Fp8Linear(WorkingLinear):
     """A linear layer that multiplies in 8 bits under autocast; its weight stays fp32.
 
     With `gathered`, FSDP2 gathers the weight in bf16, and `quantize_weight` must be called between that and the pass.
+
+    The 8-bit weight stays where it is in memory from step to step. Allocated again between the weights that FSDP2 gathers and
+    frees, it would leave holes: near the limit of the memory, the allocator would return and fetch pages in each step.
     """
 
     def __init__(self, layer: nn.Linear, gathered: bool = False):
         super().__init__(layer)
         self.working = GatheredWeight(self) if gathered else None
+        self.quantized: tuple[Tensor, Tensor, Tensor] | None = None  # [m, k], [k, m], the scale
         self.refresh()
 
     def refresh(self) -> None:
-        self.rows: Tensor | None = None
+        self.is_quantized = False
         if self.working is None:
             self.quantize_weight()
 
     @torch.no_grad()
     def quantize_weight(self) -> bool:
-        """Make the 8-bit weight unless it is there. Return whether it was made."""
-        if self.rows is not None:
+        """Bring the 8-bit weight up to date unless it is. Return whether that was necessary."""
+        if self.is_quantized:
             return False
-        self.rows, self.columns, self.scale = quantize(self.weight, FORWARD, True)  # [m, k], [k, m], a scalar
+        if self.quantized is None:
+            self.quantized = quantize(self.weight, FORWARD, True)
+        elif why_no_triton(self.weight.device) is None:
+            quantize_into(self.weight.bfloat16().contiguous(), *self.quantized, LEAST)
+        else:
+            for kept, new in zip(self.quantized, quantize(self.weight, FORWARD, True), strict=True):
+                kept.copy_(new)
+        self.is_quantized = True
         return True
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if autocast_dtype(x.device) is None:
             return F.linear(x, self.weight, bias)
-        assert self.rows is not None
+        assert self.quantized is not None
+        rows, columns, scale = self.quantized
         flat = x.reshape(-1, x.shape[-1])  # [n, k]
         count = flat.shape[0]
         if count % MULTIPLE:
@@ -150,10 +162,10 @@ class Fp8Linear(WorkingLinear):
         total = self.working.grad_buffer() if self.working is not None else None
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():
-                y = _LinearFp8Function.apply(flat, self.weight, bias, self.rows, self.columns, self.scale, total)
+                y = _LinearFp8Function.apply(flat, self.weight, bias, rows, columns, scale, total)
             else:
                 x8, _, x_scale = quantize(flat, FORWARD, False)
-                y = multiply(x8, x_scale, self.rows.t(), self.scale, torch.bfloat16, bias)
+                y = multiply(x8, x_scale, rows.t(), scale, torch.bfloat16, bias)
             return y[:count].view(*x.shape[:-1], -1)
 
 

@@ -54,15 +54,22 @@ def _quantize_kernel(
 
 def quantize_both(x: Tensor, dtype: torch.dtype, columns: bool, least: float) -> tuple[Tensor, Tensor, Tensor]:
     """x [n, k] in fp8, its transpose [k, n] if wanted, and the scale that recovers the values."""
-    assert x.dtype == torch.bfloat16, x.dtype
-    (rows, width), limit = x.shape, torch.finfo(dtype).max
-    parts = torch.empty(PARTS + 1, device=x.device)
-    parts, scale = parts[:PARTS], parts[PARTS]
+    rows, width = x.shape
     by_rows = torch.empty_like(x, dtype=dtype)
     by_columns = torch.empty(width if columns else 0, rows, device=x.device, dtype=dtype)
+    scale = torch.empty((), device=x.device)
+    quantize_into(x, by_rows, by_columns, scale, least)
+    return by_rows, by_columns, scale
+
+
+def quantize_into(x: Tensor, by_rows: Tensor, by_columns: Tensor, scale: Tensor, least: float) -> None:
+    """The same into tensors that are there; `by_columns` may be empty."""
+    assert x.dtype == torch.bfloat16, x.dtype
+    (rows, width), limit = x.shape, torch.finfo(by_rows.dtype).max
+    columns = by_columns.shape[0] > 0
+    parts = torch.empty(PARTS, device=x.device)
     steps = triton.cdiv(x.numel(), PARTS * BLOCK)
     _largest_kernel[(PARTS,)](x, parts, x.numel(), steps, BLOCK, num_warps=LARGEST_WARPS)
     _quantize_kernel[(triton.cdiv(width, WIDTH), triton.cdiv(rows, ROWS))](
         x, parts, by_rows, by_columns, scale, rows, width, least, limit, columns, PARTS, ROWS, WIDTH, num_warps=WARPS
     )
-    return by_rows, by_columns, scale

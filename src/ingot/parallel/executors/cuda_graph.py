@@ -63,7 +63,7 @@ def why_no_graph(config: RunConfig, device: torch.device, recompute: str | None)
     if device.type != "cuda":
         return "a CPU has none"
     if config.precision == "fp8":
-        return "8-bit weights move in memory from step to step"
+        return "8-bit products pay where launches do not limit"
     if recompute is not None:
         return "activation checkpointing cannot be captured"
     m = config.model
