@@ -120,7 +120,7 @@ class Fp8Linear(WorkingLinear):
 
     With `gathered`, FSDP2 gathers the weight in bf16, and `quantize_weight` must be called between that and the pass.
 
-    The 8-bit weight stays where it is in memory from step to step. Allocated again between the weights that FSDP2 gathers and
+    The 8-bit weight stays where it is in memory from step to step. Allocated again between what FSDP2 gathers and
     frees, it would leave holes: near the limit of the memory, the allocator would return and fetch pages in each step.
     """
 
