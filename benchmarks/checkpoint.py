@@ -154,8 +154,9 @@ def measure_card(rows: Path, repeats: int) -> None:
         folder = Path(name)
         bench = Bench(folder, 1)
         state = sum(t.nbytes for t in bench.flat().values())
+        device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "cpu"
         common = {"section": "checkpoint", "execution": "plain", "gb": round(state / 1e9, 2),
-                  "torch": torch.__version__, "device": str(bench.device)}  # fmt: skip
+                  "torch": torch.__version__, "device": device}  # fmt: skip
         saver, stalls, totals = bench.ours(), [], []
         for number in (1, 2):
             bench.sync()

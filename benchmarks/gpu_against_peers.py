@@ -168,14 +168,16 @@ def report(name: str, shape: Shape, tiny: bool, rows: Path) -> None:
         times = found.pop("times")
         median = statistics.median(times)
         rate = shape.micro * shape.microbatches * config.max_seq_len / median
-        causal = rate * config.model.flops_per_token(config.max_seq_len, causal=True)
-        guess = math.log(config.model.vocab_size)
+        model = config.model
+        guess = math.log(model.vocab_size)
         row = {
             "section": f"peers-{name}", "variant": found["system"], "model": shape.recipe,
-            "family": config.model.family, "execution": "plain", "precision": config.precision,
+            "family": model.family, "execution": "plain", "precision": config.precision,
             "deterministic": False, "seq_len": config.max_seq_len, "tokens_per_second": round(rate),
             "step_ms": round(median * 1e3, 1), "spread": round((max(times) - min(times)) / median, 4),
-            "causal_rate": round(causal / matmul / 1e12, 4), "matmul_tflops": matmul, **found,
+            "causal_rate": round(rate * model.flops_per_token(config.max_seq_len, True) / matmul / 1e12, 4),
+            "full_rate": round(rate * model.flops_per_token(config.max_seq_len) / matmul / 1e12, 4),
+            "matmul_tflops": matmul, **found,
             "sequences_per_step": shape.micro * shape.microbatches, "loss_of_guessing": round(guess, 3),
             "matmul_tflops_after": matmul_tflops(device), "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

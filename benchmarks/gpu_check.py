@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_table import add_row, keep, merge, read_rows, table
+from gpu_table import PROCESS, add_row, keep, merge, read_rows, table
 from gpu_variants import WRAPPED, Section
 
 START = time.time()
@@ -42,27 +42,28 @@ DROPOUT = ("dropout", ["cuda_graphs=false", *EVERYWHERE])
 RESIDUAL = ("dropout but for attention", ["cuda_graphs=false", *EVERYWHERE[:2]])
 LEARNED = ["model.positions=learned"]
 FP8 = "precision=fp8"
+WRAPPED_FP8, PLAIN_FP8 = ("wrapped fp8", [WRAPPED, FP8]), ("plain fp8", [FP8])
 GRAPHS = [("one by one", ["cuda_graphs=false"]), ("graph", ["cuda_graphs=true"]), WRAPPING]
 
 SECTIONS = [
-    Section("7b", "mpt-7b", [PLAIN, WRAPPING, ("wrapped fp8", [WRAPPED, FP8]), ("plain fp8", [FP8])], 16, 3, LEARNED,
-            seconds=130),
+    Section("7b", "mpt-7b", [PLAIN, WRAPPING, WRAPPED_FP8, PLAIN_FP8], 16, 3, LEARNED, seconds=130),
     Section("125m", "mpt-125m", [PLAIN, WRAPPING, DETERMINISTIC, DROPOUT, RESIDUAL], 128, 3, LEARNED, micro=32,
-            seconds=70, decide=True),
-    Section("llama-8b", "llama-8b", [PLAIN, WRAPPING], 8, 1, ["max_seq_len=2048"], seconds=30),
-    Section("1b", "mpt-1b", [PLAIN, WRAPPING, DETERMINISTIC, DROPOUT, RESIDUAL], 32, 2, LEARNED, micro=16, seconds=70,
-            decide=True),
-    Section("llama-1b-32k", "llama-1b", [PLAIN, WRAPPING], 2, 2, ["max_seq_len=32768"], seconds=30),
+            seconds=75, decide=True),
+    Section("llama-8b", "llama-8b", [PLAIN, WRAPPING], 8, 1, ["max_seq_len=2048"], seconds=40),
+    Section("1b", "mpt-1b", [PLAIN, WRAPPING, DETERMINISTIC], 32, 2, LEARNED, micro=16, seconds=70, decide=True),
+    Section("llama-1b-32k", "llama-1b", [PLAIN, WRAPPING], 2, 1, ["max_seq_len=32768"], seconds=60,
+            profile=["plain"]),
     Section("llama-1b", "llama-1b", [PLAIN, WRAPPING, DETERMINISTIC], 4, 2, micro=2, seconds=50),
     Section("pythia-14m", "pythia-14m", GRAPHS, 32, 4, micro=4, seconds=35),
-    Section("7b-again", "mpt-7b", [WRAPPING, PLAIN], 16, 3, LEARNED, seconds=70),
+    Section("1b-dropout", "mpt-1b", [PLAIN, DROPOUT, RESIDUAL], 32, 2, LEARNED, micro=16, rounds=2, seconds=60),
+    Section("7b-fp8", "mpt-7b", [WRAPPING, WRAPPED_FP8, PLAIN_FP8], 16, 2, LEARNED, seconds=90,
+            profile=["wrapped fp8"]),
     Section("1b-two-ranks", "mpt-1b", [PLAIN, ("one of two ranks", ["parallel.shard=2"])], 32, 2, LEARNED, micro=16,
             seconds=40),
     Section("125m-small", "mpt-125m", GRAPHS, 32, 4, LEARNED, micro=4, seconds=35),
-    Section("llama-1b-128k", "llama-1b", [PLAIN], 1, 1, ["max_seq_len=131072"], seconds=30, quick=True),
+    Section("llama-1b-128k", "llama-1b", [PLAIN], 1, 1, ["max_seq_len=131072"], seconds=45, quick=True),
     Section("llama-8b-8k", "llama-8b", [PLAIN], 4, 1, seconds=30),
-    Section("profile-125m", "mpt-125m", [PLAIN], 128, 3, LEARNED, seconds=25, profile=True),
-    Section("profile-32k", "llama-1b", [PLAIN], 2, 2, ["max_seq_len=32768"], seconds=30, profile=True),
+    Section("profile-125m", "mpt-125m", [PLAIN], 128, 3, LEARNED, seconds=25, profile=["plain"]),
 ]  # fmt: skip
 
 
@@ -78,9 +79,9 @@ class Script:
 PEERS = ["125m", "1b", "llama-1b", "pythia-1b", "350m", "760m", "pythia-2.8b", "3b"]
 SCRIPTS = [
     *(Script(f"peers-{size}", ["gpu_against_peers.py", size], 45) for size in PEERS),
-    Script("fp8-300", ["gpu_fp8.py"], 70),
+    Script("fp8-300", ["gpu_fp8.py"], 90),
     Script("checkpoint", ["checkpoint.py", "--card"], 120),
-    Script("trees", ["compare_steps.py", "--old", ".carry/old.tar.gz"], 190),
+    Script("trees", ["compare_steps.py", "--old", ".carry/old.tar.gz"], 170),
 ]
 PEERS_ALL = [f"peers-{size}" for size in PEERS]
 NAMES = ["tests", "repeatable", *(section.name for section in [*SECTIONS, *SCRIPTS])]
@@ -198,7 +199,7 @@ class Waiting:
             problem = "out of time"
             self.end()
         if problem:
-            self.call.add({"section": section.name, "variant": "process", "error": problem})
+            self.call.add({"section": section.name, "variant": PROCESS, "error": problem})
             self.call.say(f"{section.name}: {problem}")
 
     def end(self) -> None:

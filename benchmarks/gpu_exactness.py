@@ -50,20 +50,19 @@ AT_ONCE = 5  # up to 19 GiB each
 EVERYWHERE = [f"model.{kind}_pdrop=0.1" for kind in ("resid", "emb", "attn")]
 ALIBI = ["mpt-1b", "model.positions=alibi"]
 DOCUMENTS = ["model.eos_token_id=5", "model.document_mask=true"]
-CASES = {
+CASES = {  # what takes longest first
+    "llama, all layers": ["llama-1b", "max_seq_len=2048"],
+    "mpt, all layers": ["mpt-1b", "model.positions=learned"],
+    "llama": ["llama-1b"],  # with its 8192 tokens
     "mpt": ["mpt-1b", "model.positions=learned"],
     "mpt alibi": ALIBI,
     "mpt alibi, fp8": [*ALIBI, "precision=fp8"],
     "mpt alibi, not compiled": [*ALIBI, "compile=false"],
     "mpt, dropout": ["mpt-1b", "model.positions=learned", *EVERYWHERE],
     "mpt, wrapped by FSDP2": ["mpt-1b", "model.positions=learned", "parallel.shard=1"],
-    "llama": ["llama-1b"],
     "llama, documents": ["llama-1b", *DOCUMENTS],
     "llama, window": ["llama-1b", "model.sliding_window=500"],
     "llama, dropout": ["llama-1b", *EVERYWHERE],
-    "llama, 8192 tokens": ["llama-1b", "max_seq_len=8192"],
-    "mpt, all layers": ["mpt-1b", "model.positions=learned"],
-    "llama, all layers": ["llama-1b"],
 }
 AGAIN = ["mpt, dropout", "llama"]  # in a second process, too
 TINY = ["model.d_model=64", "model.n_heads=4", "model.n_kv_heads=4", "model.ffn_hidden_size=128",

@@ -46,7 +46,8 @@ class Runs:
     """Executors of one model, and the batches that they all see."""
 
     def __init__(self, tiny: bool):
-        self.device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
+        on_card = torch.cuda.is_available() and not tiny
+        self.device = torch.device("cuda", 0) if on_card else torch.device("cpu")  # joining a world needs the index
         self.tiny, self.rows = tiny, 4 if tiny else ROWS
         random = np.random.default_rng(17)
         self.following = random.integers(0, 64 if tiny else KNOWN, (64 if tiny else KNOWN, SUCCESSORS))

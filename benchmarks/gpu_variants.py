@@ -9,7 +9,9 @@ A process that is given `--wait` imports what it needs, then waits for a line be
 next section's imports happen while this one's are timed.
 
 `causal_rate` is the FLOP/s of a step, half of the attention counted, over those of a large bf16 product in the same
-process.
+process. `full_rate` counts the whole square of the attention, 6 N + 12 L d S per token as MFU does and as goals do.
+`memory_gib` is the peak of a variant's tensors, `reserved_gib` what the process held for all of its variants, and
+`allocation_retries` how often memory had to be given back to the driver first, each of which stops the card.
 """
 
 import gc
@@ -76,8 +78,8 @@ class Section:
     """Also what `auto` chooses for the first two variants, each alone on the card."""
     quick: bool = False
     """One timed step after the first, without a warm-up."""
-    profile: bool = False
-    """Also where the time of a step goes, by kind of kernel."""
+    profile: list[str] = field(default_factory=list)
+    """Of which variants also where the time of a step goes, by kind of kernel, if each is alone on the card."""
 
 
 class Built:
@@ -136,6 +138,7 @@ class Built:
         self.losses += [float(self.steps.step(self.rows)[0]) for _ in range(0 if self.quick else 1)]
         self.own = allocated() - self.before
         others = allocated() - self.own
+        self.retries = allocation_retries(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         begin = time.time()
@@ -183,6 +186,15 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
+def reserved_peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
+def allocation_retries(device: torch.device) -> int:
+    """How often this process has given memory back to the driver to get some."""
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
+
+
 def clean() -> None:
     gc.collect()
     if torch.cuda.is_available():
@@ -199,15 +211,19 @@ class Report:
         config, executor, model = built.config, built.executor, built.config.model
         median = statistics.median(built.times)
         rate = built.rows * config.max_seq_len / median
-        causal = rate * model.flops_per_token(config.max_seq_len, causal=True)
+        rates = {
+            f"{kind}_rate": round(rate * model.flops_per_token(config.max_seq_len, causal) / self.matmul / 1e12, 4)
+            for kind, causal in (("causal", True), ("full", False))
+        }
         self.write({
             "section": self.section.name, "variant": built.name, "model": self.section.recipe, "family": model.family,
             "execution": "fsdp" if built.wrapped else "plain", "precision": config.precision,
             "deterministic": config.deterministic is True, "seq_len": config.max_seq_len,
             "tokens_per_second": round(rate), "step_ms": round(median * 1e3, 1),
             "spread": round((max(built.times) - min(built.times)) / median, 4),
-            "causal_rate": round(causal / self.matmul / 1e12, 4), "matmul_tflops": self.matmul,
-            "memory_gib": round(built.peak / GIB, 2), "microbatch": executor.microbatch,
+            **rates, "matmul_tflops": self.matmul, "memory_gib": round(built.peak / GIB, 2),
+            "reserved_gib": round(reserved_peak(built.device) / GIB, 2),
+            "allocation_retries": allocation_retries(built.device) - built.retries, "microbatch": executor.microbatch,
             "holds_weights": getattr(executor, "holds_weights", None),
             "sequences_per_step": built.rows, "recompute": executor.recompute,
             "seconds_to_build": round(built.seconds_to_build, 1),
@@ -255,7 +271,7 @@ def one_alone(section: Section, report: Report, name: str, overrides: list[str],
         built.start()
         built.time(section.steps)
         more = {"host_syncs": host_syncs(built)}
-        if section.profile:
+        if name in section.profile:
             more |= profile_step(lambda: float(built.steps.step(built.rows)[0]))
         report.add(built, seconds_to_import=imported, **more)
     except Exception as error:

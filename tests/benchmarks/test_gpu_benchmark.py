@@ -169,9 +169,40 @@ def test_the_check_of_a_card_runs_through_on_a_cpu_and_its_rows_become_results(t
         ("llama-8b", "plain", "plain"), ("llama-8b", "wrapped", "fsdp"),
         ("1b-two-ranks", "plain", "plain"), ("1b-two-ranks", "one of two ranks", "fsdp"),
     ]  # fmt: skip
-    fields = {"family", "precision", "deterministic", "causal_rate", "matmul_tflops", "memory_gib", "microbatch"}
+    fields = {"family", "precision", "deterministic", "causal_rate", "matmul_tflops", "memory_gib", "microbatch",
+              "full_rate", "reserved_gib", "allocation_retries"}  # fmt: skip
     assert all(fields <= row.keys() for row in rows if "tokens_per_second" in row) and "ratio" in rows[-1]
     assert "one of two ranks" in printed and "llama-8b: wrapped is " in printed
+
+
+def test_a_script_that_wraps_a_model_names_its_card_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to join a world with a device that has no index."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    gpu_fp8 = importlib.import_module("gpu_fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu_fp8.Runs(tiny=False).device == torch.device("cuda", 0)
+    assert gpu_fp8.Runs(tiny=True).device == torch.device("cpu")
+
+
+@pytest.mark.slow
+def test_trees_import_while_they_wait_and_end_if_nobody_wants_them(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    command = [
+        sys.executable,
+        "benchmarks/compare_steps.py",
+        "--old",
+        ROOT,
+        "--rows",
+        rows,
+        "--cases",
+        "125m",
+        "--tiny",
+    ]
+    check = partial(subprocess.run, capture_output=True, text=True, timeout=200, cwd=ROOT, check=True)
+    check([*command, "--wait"], input="")
+    assert not rows.exists()
+    check([*command, "--wait"], input="go\n")
+    assert json.loads(rows.read_text())["ratio"] > 0
 
 
 @pytest.mark.slow
@@ -193,6 +224,7 @@ def test_scripts_of_the_check_of_a_card_leave_their_rows(tmp_path: Path) -> None
     assert bf16["means_of_tenths"][-1] < bf16["means_of_tenths"][0] - 0.5  # there is something to learn
     assert len(found["checkpoint", "load, warm"]["all_seconds"]) == 2 and found["checkpoint", "save"]["ratio"] > 0
     assert "idle" in found["profile-125m", "plain"]["milliseconds"]
+    assert 0 < found["peers-pythia-1b", "ingot"]["causal_rate"] < found["peers-pythia-1b", "ingot"]["full_rate"]
     for name in ("125m", "7b"):
         assert found["trees", name]["old_losses"] == found["trees", name]["new_losses"]
     assert all("command" in row and "at" in row for row in found.values())
