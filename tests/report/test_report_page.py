@@ -131,7 +131,7 @@ def test_generated_texts_and_profiles_are_tables(tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in lines) + '{"batch": 9, "texts": [1'
     )
     (run / "profile").mkdir()
-    table = {"steps": [3, 5], "rank": 0, "on_gpu": True, "milliseconds_per_step": {"attention": 3.0, "idle": 1.0},
+    table = {"steps": [3, 5], "rank": 0, "on_gpu": True, "milliseconds_per_step": {"idle": 2.0, "copies": 0.5, "optimizer": 1.5},
              "total_milliseconds_per_step": 4.0, "trace": "t.gz"}  # fmt: skip
     (run / "profile" / "steps-3-5-rank-0.json").write_text(json.dumps(table))
     (run / "profile" / "steps-7-9-rank-0.json").write_text("cut of")
@@ -139,7 +139,8 @@ def test_generated_texts_and_profiles_are_tables(tmp_path: Path) -> None:
     assert found["generated"] == [[8, "Once", f"{NASTY}8"], [4, "Once", f"{NASTY}4"]]
     (profile,) = found["profiles"]
     assert profile["title"] == "Where the time of steps 3 to 5 went on the GPU"
-    assert profile["rows"] == [["attention", "3.0 ms", "75.0%"], ["idle", "1.0 ms", "25.0%"]]
+    assert profile["rows"] == [
+        ["optimizer", "1.5 ms", "37.5%"], ["copies", "0.5 ms", "12.5%"], ["idle", "2.0 ms", "50.0%"]]  # fmt: skip
 
 
 def test_a_spike_of_one_step_survives_downsampling() -> None:

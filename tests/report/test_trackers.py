@@ -322,6 +322,44 @@ def test_comet_is_told_where_a_run_is_what_it_comes_from_and_how_it_ended(
     assert others.get("forked from") == forked_from
 
 
+def test_a_line_without_end_and_odd_lines_are_passed_over(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("wb") as file:
+        file.write(b'{"time/batch": 1}\n[1]\nnull\n{"x": 1}\n')
+        file.seek(9 << 20)  # a hole: one line of zeros
+        file.write(b'\n{"time/batch": 2}\n')
+    tracker = Broken()
+    feed = Feed("broken", tracker, TrackedRun("r", folder, {}, id=None, group="r", forked_from=None))
+    feed.open()
+    while feed.behind or feed.rows.offset < 9 << 20:
+        feed.send()
+    assert tracker.steps == [1, 2]
+
+
+def test_a_restart_is_an_event_and_a_first_start_is_none(ingot: Ingot, tiny: list[str], tmp_path: Path) -> None:
+    for batches in (2, 4):
+        ingot("train", *tiny, "loggers.tensorboard={}", f"max_duration={batches}ba")
+        found = read.tensorboard_tags(tmp_path / "run")
+        assert ("events/restart" in found) == (batches == 4)
+    assert read.tensorboard_texts(tmp_path / "run", "events/restart")[0][0] == 2
+
+
+@pytest.mark.slow
+def test_each_tracker_goes_on_over_a_change_of_the_layout(data: Path, tmp_path: Path, trackio_folder: Path) -> None:
+    project = ["loggers.trackio.project=layouts"]
+    first = Run(data, tmp_path / "run", *OFFLINE, *project, nproc=1, **SLOW_STEPS).start()
+    first.wait_for_batch(9)
+    kill_run(first, and_sidecar=True)
+    Run(data, first.folder, *OFFLINE, *project, "parallel.tensor=2", nproc=2).run()
+    for name, points in {
+        "tensorboard": read.tensorboard(first.folder), "wandb": read.wandb(first.folder),
+        "comet": read.comet(first.folder), "trackio": read.trackio(trackio_folder, "layouts"),
+    }.items():  # fmt: skip
+        assert steps(points) == ALL, name
+    assert len(read.wandb_runs(first.folder)) == 1 and len(read.comet_keys(first.folder)) == 1
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -19,6 +19,14 @@ def tensorboard(folder: Path) -> Points:
     return [(event.step, event.value) for event in reader.Scalars(LOSS)]
 
 
+def tensorboard_tags(folder: Path) -> list[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return list(reader.Tags()["tensors"])
+
+
 def tensorboard_texts(folder: Path, tag: str) -> list[tuple[int, str]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

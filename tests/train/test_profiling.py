@@ -3,6 +3,7 @@
 import gzip
 import json
 import resource
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,28 @@ def test_a_full_disk_is_named_although_torch_does_not_say_so(tmp_path: Path) -> 
     resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     assert len(said.lines) == 1 and "is the disk full?" in said.lines[0]
     assert list((tmp_path / "profile").iterdir()) == []
+
+
+def test_a_signal_in_the_middle_writes_what_is_profiled_and_the_rest_follows(data: Path, tmp_path: Path) -> None:
+    slow = {"kind": "slow", "rank": 0, "batch": 1, "seconds": 0.2, "attempts": "all"}
+    stopped = Run(data, tmp_path / "run", "profiler.steps=3-18", nproc=1, **slow).start()
+    stopped.wait_for_batch(6)
+    stopped.process.send_signal(signal.SIGTERM)
+    stopped.process.communicate(timeout=100)
+    (first,) = read_profiles(stopped.folder)
+    assert first.steps[0] == 3 and 5 <= first.steps[1] < 18
+    Run(data, stopped.folder, "profiler.steps=3-18", nproc=1).run()
+    assert [table.steps for table in read_profiles(stopped.folder)] == [first.steps, (first.steps[1] + 1, 18)]
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    for name in (".steps-1-2-rank-0.tmp", ".steps-1-2-rank-0.trace.json.gz.77.tmp", ".steps-1-2-rank-1.tmp"):
+        (folder / name).touch()
+    found, _ = profiler(tmp_path, "1")
+    found.begin(0, 10)
+    assert [path.name for path in folder.iterdir()] == [".steps-1-2-rank-1.tmp"]
 
 
 def test_end_run_ends_after_the_steps_and_saves_nothing(tiny: list[str], tmp_path: Path) -> None:

@@ -18,18 +18,21 @@ from ingot.training.runtime.run_files import FAILURES, GUARDS, LOGS
 MOST_TABLE_ROWS = 100
 MOST_TEXT = 2000  # characters of a cell
 LOG = f"{LOGS}/train.log"
+DEVICE = re.compile(r"^\S+ (device|peak|torch\.compile): (.+)$", re.MULTILINE)
+IDLE = "idle"
 RESUMED = re.compile(r"^(\S+) resumed from \S.* at batch (\d{1,15}) of \d+$", re.MULTILINE)
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Versions and layout, from the newest checkpoint."""
+    """The device by the log; versions and layout by the newest checkpoint."""
+    found = {name: cut(text) for name, text in DEVICE.findall(read_tail(folder, LOG))}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.DecodeError):
         newest = f"{CHECKPOINTS}/{max(steps_in(folder / CHECKPOINTS))}/{MANIFEST}"
         if (path := own_file(folder, newest)) is not None and path.stat().st_size <= MAX_MANIFEST_BYTES:
             state = msgspec.json.decode(path.read_bytes())["state"]
-            lines = {f"{name} version": cut(version) for name, version in state.get("versions", {}).items()}
-            return lines | {name: cut(value) for name, value in state.get("execution", {}).items()}
-    return {}
+            found |= {f"{name} version": cut(version) for name, version in state.get("versions", {}).items()}
+            found |= {name: cut(value) for name, value in state.get("execution", {}).items()}
+    return found
 
 
 def checkpoints(folder: Path) -> list[list[Any]]:
@@ -59,7 +62,8 @@ def profiles(folder: Path) -> list[dict[str, Any]]:
     shown = []
     for table in read_profiles(folder):
         total = table.total_milliseconds_per_step or 1.0
-        rows = [[name, f"{ms:,.1f} ms", f"{ms / total:.1%}"] for name, ms in table.milliseconds_per_step.items()]
+        ordered = sorted(table.milliseconds_per_step.items(), key=lambda item: (item[0] == IDLE, -item[1]))
+        rows = [[name, f"{ms:,.1f} ms", f"{ms / total:.1%}"] for name, ms in ordered]
         steps = f"steps {table.steps[0]} to {table.steps[1]}"
         where = "on the GPU" if table.on_gpu else "on the CPU"
         shown.append({"title": f"Where the time of {steps} went {where}", "rows": rows})

@@ -59,12 +59,16 @@ class LineReader:
                 data = file.read(most_bytes)
         except FileNotFoundError:
             return []
-        data = data[: data.rfind(b"\n") + 1]
-        self.offset += len(data)
+        whole = data[: data.rfind(b"\n") + 1]
+        # a line that is longer than what is read at a time is not a row: it is passed over
+        self.offset += len(whole) if whole or len(data) < most_bytes else len(data)
+        data = whole
         found = []
         for line in data.splitlines():
-            with suppress(ValueError):  # a line that a full disk has damaged
-                found.append(json.loads(line))
+            with suppress(ValueError, RecursionError):  # a line that a full disk has damaged
+                content = json.loads(line)
+                if isinstance(content, dict):
+                    found.append(content)
         return found
 
 
@@ -97,12 +101,16 @@ class Feed:
         self.logged, self.text_sent = state.sent, state.generated
         self._write_state()
 
+    def tell_restart(self) -> None:
+        """Send that another process continues the run."""
+        if self.state.sent >= 0:
+            self.tracker.event(
+                self.state.sent, "restart", f"continues; the tracker has the steps up to {self.state.sent}"
+            )
+
     def send(self) -> None:
         """Send what is new. What a failure leaves unsent is sent the next time."""
-        rows = self.rows.read()
-        self.behind = bool(rows)
-        self.queue += rows
-        self.texts += self.text_lines.read()
+        self.behind = self._read_on()
         self._follow_rollbacks()
         while self.queue:
             row = self.queue[0]
@@ -135,13 +143,20 @@ class Feed:
         """How many rows the tracker has not been given."""
         reader, count = LineReader(self.run.folder / METRICS), 0
         while rows := reader.read():
-            count += sum(row["time/batch"] > self.state.sent for row in rows)
+            count += sum(row.get("time/batch", -1) > self.state.sent for row in rows)
         return count
 
     def _read_from_start(self) -> None:
         self.rows, self.text_lines = (LineReader(self.run.folder / name) for name in (METRICS, GENERATED))
         self.queue: deque[dict[str, Any]] = deque()
         self.texts: deque[dict[str, Any]] = deque()
+
+    def _read_on(self) -> bool:
+        """Take what the files have gained. Return whether there were rows."""
+        rows = self.rows.read()
+        self.queue += (row for row in rows if isinstance(row.get("time/batch"), int | float))
+        self.texts += (line for line in self.text_lines.read() if isinstance(line.get("batch"), int))
+        return bool(rows)
 
     def _open_tracker(self) -> None:
         suffix = f"-rollback-{self.state.renewed}" if self.state.renewed else ""
@@ -167,8 +182,7 @@ class Feed:
             self.logged, self.text_sent = self.state.sent, self.state.generated
         self._write_state()
         self._read_from_start()  # the rows read before may be of both times
-        self.queue += self.rows.read()
-        self.texts += self.text_lines.read()
+        self._read_on()
 
     def _send_texts(self, before: int) -> None:
         """Send the generated texts of the batches before one."""

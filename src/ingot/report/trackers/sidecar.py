@@ -71,6 +71,7 @@ class TrackerThread(threading.Thread):
         if not self.is_open:
             self.feed.open()
             self.is_open = True
+            self.feed.tell_restart()
         ending = self.ended.is_set()  # before the files are read: what was written until then is sent
         self.feed.send()
         if self.feed.behind:

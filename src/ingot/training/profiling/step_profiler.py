@@ -58,6 +58,8 @@ class StepProfiler:
                 raise ConfigError(f"profiler.steps={self.config.steps}: {why}; choose others")
             self.listener.note(f"profiler.steps={self.config.steps}: {why}")
         self.wanted, self.last_step = ahead, max(ahead, default=-1)
+        for draft in self.folder.glob(f".steps-*-rank-{self.env.rank}.*tmp"):  # of a process that was killed
+            draft.unlink(missing_ok=True)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
