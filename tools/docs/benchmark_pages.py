@@ -1,16 +1,12 @@
 """Tables and charts of docs/performance.md, from the results in benchmarks/results."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import execution_pages
+from drawing import bars, table
 
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
-
-INGOT, PEER = "#2962a5", "#b3b9c2"
 FOLDER = "docs/generated"
 
 
@@ -45,36 +41,13 @@ def pages(results: Path) -> dict[str, str]:
         "evaluation.svg": evaluation_chart(_read(results, "evaluation")),
         "memory.md": memory_table(gpu),
         "memory.svg": memory_chart(gpu),
+        **execution_pages.pages(gpu),
     }
     return {f"{FOLDER}/{name}": text for name, text in made.items()}
 
 
 def _read(results: Path, name: str) -> Any:
     return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(head: list[str], rows: list[list[object]]) -> str:
-    """A Markdown table; every column but the first is aligned to the right."""
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
-
-
-def bars(labels: list[str], values: list[float], unit: str, log: bool = False, peers: bool = True) -> str:
-    """A chart of horizontal bars as SVG; with `peers`, only bars whose label begins with ingot have its color."""
-    figure, axes = plt.subplots(figsize=(7.5, 0.4 * len(labels) + 0.8))
-    colors = [PEER if peers and not label.startswith("ingot") else INGOT for label in labels]
-    drawn = axes.barh(labels, values, color=colors)
-    axes.bar_label(drawn, [f" {value:,.3g}" if value < 1000 else f" {value:,.0f}" for value in values])
-    axes.invert_yaxis()
-    axes.set_xlabel(unit)
-    if log:
-        axes.set_xscale("log")
-    axes.margins(x=0.15)
-    axes.spines[["top", "right"]].set_visible(False)
-    text = io.StringIO()
-    figure.savefig(text, format="svg", bbox_inches="tight", transparent=False, metadata={"Date": None})
-    plt.close(figure)
-    return text.getvalue()
 
 
 # --- training on one GPU
@@ -137,7 +110,7 @@ def again_table(gpu: Any, again: list[Any]) -> str:
 
 def train_table(gpu: Any) -> str:
     rows: list[list[object]] = [
-        [r["model"], f"{r['tokens_per_second']:,.0f}", f"{_of_step(gpu, r):.1%}", r["seconds_to_first_step"]]
+        [r["model"], f"{r['tokens_per_second']:,.0f}", f"{_of_step(gpu, r):.1%}", r.get("seconds_to_first_step", "")]
         for r in gpu["train"]
     ]
     return table(["model", "tokens/s of `ingot train`", "of the step alone", "seconds to the first step"], rows)
