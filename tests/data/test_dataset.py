@@ -228,3 +228,11 @@ def test_a_remote_folder_of_several_datasets_asks_for_one(tmp_path: Path) -> Non
         (tmp_path / "remote" / name).touch()
     with pytest.raises(DataError, match=r"remote holds several datasets: a, b; name one with remote="):
         fetch_index(str(tmp_path / "remote"), tmp_path / "local", None, None)
+
+
+@pytest.mark.parametrize("name", ["corpus", "corpus.v1.0"])
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
+def test_a_pair_is_found_by_its_prefix_or_either_file(tmp_path: Path, name: str, ending: str) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"{name}{suffix}").touch()
+    assert locate(tmp_path / f"{name}{ending}", None) == ("indexed", tmp_path / name)

@@ -9,7 +9,7 @@ from mds_bytes import flatten, random_shards, write_mds
 
 from ingot.config.data import SourceConfig
 from ingot.data.loading.batch_loader import BatchLoader
-from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture, _Replay, _shares
+from ingot.data.loading.mixture import ANNOUNCE_EVERY, BLOCK, SOURCE_SHIFT, Mixture, _Replay, _shares
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
 
@@ -163,6 +163,19 @@ def test_tiny_weights_still_get_a_sample(tmp_path: Path) -> None:
 def test_an_impossible_mixture_is_refused(source: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SourceConfig(**source)
+
+
+def test_sources_are_told_where_the_reader_is_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, told = open_mix(tmp_path, web=3, books=1), []
+    for name, dataset in zip(mixture.names, mixture._datasets, strict=True):
+        monkeypatch.setattr(dataset, "announce", lambda order, position, name=name: told.append((name, position)))
+    order = mixture.order(1, True)
+    start = 5 * BLOCK
+    for position in range(start, start + ANNOUNCE_EVERY, 100):
+        mixture.announce(order, position)
+    assert sorted(told) == [("books", start // 4), ("web", start // 4 * 3)]  # once
+    mixture.announce(order, start + ANNOUNCE_EVERY)
+    assert len(told) == 4
 
 
 def test_every_source_has_a_share_however_small_its_weight() -> None:

@@ -24,3 +24,15 @@ def test_a_row_whose_time_was_the_compilers_estimates_nothing(
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["time/batch"] for row in rows if "time/remaining_estimate" in row] == [2, 4, 6][compiled:]
     assert ("[batch=2/6]" in (said := capsys.readouterr().out)) and ("ETA ?" in said) == compiled
+
+
+def test_the_time_of_a_row_is_divided_among_what_it_was_spent_on(tiny: list[str], tmp_path: Path) -> None:
+    train(load_config(RunConfig, [*tiny, "log_interval=3ba", "save_interval=3ba", "eval_interval=6ba"]))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        shares = {name: row[f"time/{name}"] for name in ("data", "checkpoint", "evaluation", "compute")}
+        assert all(0 <= share <= 1 for share in shares.values()) and sum(shares.values()) == pytest.approx(1), shares
+        # what follows a row counts in the next one
+        assert (shares["checkpoint"] > 0) == (row["time/batch"] > 3)
+        assert (shares["evaluation"] > 0) == (row["time/batch"] == 9)

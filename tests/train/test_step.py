@@ -197,6 +197,11 @@ def test_fp16_gives_the_norm_and_the_update_of_fp32_nearly() -> None:
     assert float(scaled.grad_norm) == pytest.approx(float(exact.grad_norm), rel=1e-2)
 
 
+@pytest.mark.parametrize(("precision", "choices"), [("fp32", {True}), ("fp16", {True}), ("bf16", {True, False})])
+def test_only_bf16_has_copies_of_weights_to_hold_or_not(precision: str, choices: set[bool]) -> None:
+    assert make_step(4, precision=precision).executor.hold_choices.keys() == choices
+
+
 def test_timing_the_peak_leaves_the_random_numbers_of_the_run_alone() -> None:
     """Or dropout would depend on it: a GPU with a data sheet is not timed, nor is a second run of a process."""
     before = torch.get_rng_state()

@@ -73,8 +73,8 @@ class PackedBatch:
     has_branches: bool  # otherwise each row is one sequence
 
 
-def make_units(questions: Sequence[Sequence[PromptRow]], shares: bool = True) -> list[Unit]:
-    """The units of all questions: neighbors that begin alike for long enough share their beginning."""
+def make_units(questions: Sequence[Sequence[PromptRow]], shares: bool) -> list[Unit]:
+    """The units of all questions: if `shares`, neighbors that begin alike for long enough share their beginning."""
     units, first = [], 0
     for question in questions:
         group: list[int] = []

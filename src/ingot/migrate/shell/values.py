@@ -6,6 +6,7 @@ A value is a string or an array of pieces. A piece whose text is not certain say
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from ingot.migrate.shell.syntax import Function
 
@@ -92,8 +93,13 @@ def identity(value: Value | None) -> object:
         return [identity(item) for item in value.items]
     if value is None:
         return None
-    known = "".join(piece.text for piece in value if not (piece.why or piece.optional))
-    return known, [(piece.text, piece.why, piece.optional) for piece in value if piece.why or piece.optional]
+    parts: list[tuple[str, str, bool]] = []
+    for certain, pieces in groupby(value, lambda piece: not (piece.why or piece.optional)):
+        if certain:  # however it was divided
+            parts += [(text, "", False)] if (text := "".join(piece.text for piece in pieces)) else []
+        else:
+            parts += [(piece.text, piece.why, piece.optional) for piece in pieces]
+    return tuple(parts)
 
 
 def split(pieces: Iterable[Fragment | None]) -> list[Text]:
