@@ -81,7 +81,7 @@ SCRIPTS = [
     *(Script(f"peers-{size}", ["gpu_against_peers.py", size], 45) for size in PEERS),
     Script("fp8-300", ["gpu_fp8.py"], 90),
     Script("checkpoint", ["checkpoint.py", "--card"], 120),
-    Script("trees", ["compare_steps.py", "--old", ".carry/old.tar.gz"], 170),
+    Script("trees", ["compare_steps.py", "--old", ".carry/old.tar.gz", "--seconds", "130"], 170),
 ]
 PEERS_ALL = [f"peers-{size}" for size in PEERS]
 NAMES = ["tests", "repeatable", *(section.name for section in [*SECTIONS, *SCRIPTS])]
