@@ -236,3 +236,11 @@ def test_a_pair_is_found_by_its_prefix_or_either_file(tmp_path: Path, name: str,
     for suffix in (".bin", ".idx"):
         (tmp_path / f"{name}{suffix}").touch()
     assert locate(tmp_path / f"{name}{ending}", None) == ("indexed", tmp_path / name)
+
+
+def test_a_description_of_other_shards_is_refused(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path, random_shards(shards=2))
+    shards = [{"basename": f"shard.0000{number}.mds", "tokens": 5} for number in (0, 7)]
+    (folder / "meta.json").write_text(json.dumps({"version": 1, "format": "mds", "tokens": 10, "shards": shards}))
+    with pytest.raises(DataError, match=r"meta\.json lists other shards than index\.json; delete it"):
+        open_dataset(SourceConfig(path=str(folder)), 4)

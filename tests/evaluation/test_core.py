@@ -12,11 +12,15 @@ import torch.nn.functional as F
 import yaml
 from jinja2 import Template
 from small_models import WORDS, make_model, model_config, train_small_tokenizer
+from tokenizers import Tokenizer as HuggingFace
+from tokenizers import models
 from typer.testing import CliRunner
 
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.cli.main import app
-from ingot.errors import IngotError
+from ingot.data.tokenizer import Tokenizer
+from ingot.errors import DataError, IngotError
+from ingot.evaluation.core.prompts import core_questions
 from ingot.evaluation.core.run import score_core
 from ingot.evaluation.tasks.task_files import tasks_from_yaml
 
@@ -207,3 +211,9 @@ def test_a_folder_without_a_bundle_and_options_without_effect_are_refused(work: 
     ]:
         with pytest.raises(IngotError, match=message):
             CliRunner().invoke(app, ["eval", str(work / "run"), *arguments], catch_exceptions=False)
+
+
+def test_a_tokenizer_without_bos_and_eos_cannot_start_a_row(work: Path) -> None:
+    (task, *_) = tasks_from_yaml(work / "bundle" / "core.yaml", work / "bundle" / "eval_data")
+    with pytest.raises(DataError, match="CORE starts every row with BOS, and this tokenizer has neither BOS nor EOS"):
+        core_questions(task, 0, [], Tokenizer(HuggingFace(models.WordLevel({"a": 0}, unk_token="a"))), 64)
