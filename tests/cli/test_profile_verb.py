@@ -21,8 +21,9 @@ def test_a_profile_of_a_real_config_trains_on_its_data_without_its_trackers(
     ingot_here: Ingot, tmp_path: Path, data: Path
 ) -> None:
     more = ["loggers.tensorboard={}", f"save_folder={tmp_path / 'mine'}", "max_duration=1ba"]
-    ingot_here("profile", *TINY, f"data={data}", *more, "--steps", "2", "-o", "here")
+    ingot_here("profile", *TINY, f"data={data}", *more, "profiler.steps=2", "-o", "here")
     config = yaml.safe_load((tmp_path / "here" / "config.yaml").read_text())
+    assert config["profiler"]["steps"] == "2-2"
     assert config["data"]["train"]["path"] == str(data) and config["loggers"]["tensorboard"] is None
     assert not (tmp_path / "mine").exists() and not (tmp_path / "here" / "tensorboard").exists()
     assert not list((tmp_path / "here").glob("random-data*"))
@@ -37,3 +38,8 @@ def test_a_folder_with_something_else_is_refused_and_left_alone(ingot_here: Ingo
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
     done = ingot_here("profile", *TINY, "--steps", "9-1", check=False)
     assert done.returncode == 2 and done.stderr.startswith("error: --steps: '9-1'") and done.stderr.count("\n") == 1
+
+
+def test_a_mistyped_key_is_not_taken_for_one_of_another_stack(ingot_here: Ingot) -> None:
+    done = ingot_here("profile", "demo", "profiler.stepz=1-2", check=False)
+    assert done.returncode == 2 and "profiler.steps" in done.stderr and "LLM Foundry" not in done.stderr

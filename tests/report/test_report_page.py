@@ -172,6 +172,21 @@ def test_several_runs_are_in_one_page(ingot_here: Ingot, tmp_path: Path) -> None
     assert [run["config"]["seed"] for run in data_in(tmp_path / "both.html")["runs"]] == ["97", "98"]
 
 
+def test_runs_of_the_same_name_are_told_apart(ingot_here: Ingot, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, [{"time/batch": 1, LOSS: 1.0}], "name: run\n")
+    ingot_here("report", "a", "b", "-o", "both.html")
+    assert [run["name"] for run in data_in(tmp_path / "both.html")["runs"]] == ["run (a)", "run (b)"]
+
+
+@pytest.mark.parametrize("target", ["/", "folder"])
+def test_a_folder_as_the_name_of_a_report_is_refused(ingot_here: Ingot, tmp_path: Path, target: str) -> None:
+    (tmp_path / "folder").mkdir()
+    write_run(tmp_path / "a", [{"time/batch": 1, LOSS: 1.0}])
+    done = ingot_here("report", "a", "-o", target, check=False)
+    assert done.returncode == 2 and "is a folder; name a file" in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("prepare", "sentence"),
     [

@@ -32,7 +32,9 @@ app = typer.Typer(add_completion=False)
 @options_from(ScriptSettings, panels=PANELS)
 def profile(
     arguments: RunArguments,
-    steps: Annotated[str, typer.Option(help="Steps to profile, after some to warm up.")] = STEPS,
+    steps: Annotated[
+        str | None, typer.Option(help=f"Steps to profile, after some to warm up. Default: {STEPS}.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Folder for the result. Default: runs/NAME-profile.")
     ] = None,
@@ -59,10 +61,11 @@ def profile(
     check_recipe(arguments)
     config = load_run_config([*arguments, *script_arguments(options)], dialect)
     folder = out or Path(f"{config.run_folder.rstrip('/')}-profile")
+    chosen = _steps(steps) if steps is not None else config.profiler.steps or _steps(STEPS)
     _check_free(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        config = _profiled(config, folder, _steps(steps))
+        config = _profiled(config, folder, chosen)
     except OSError as error:
         raise disk_error("write", folder, error) from None
     write_whole(folder / FILE, to_yaml(config, "# What `ingot profile` runs.\n"))

@@ -39,5 +39,7 @@ def report(
     if len(runs) > 1 and out is None:
         raise ConfigError("several runs need a name for their report: -o report.html")
     target = out or runs[0] / "report.html"
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
     write_report(runs, target)
     print(f"wrote {target}")

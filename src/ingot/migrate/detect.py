@@ -145,9 +145,8 @@ def native_overrides(overrides: list[str]) -> list[str]:
         overrides, key=lambda text: not text.startswith(("variables.", "data_local", "data_remote"))
     ):
         key = override.partition("=")[0]
-        foreign = (
-            not key.startswith(("data.", "eval.")) and key not in native and key not in sections and FOUNDRY.knows(key)
-        )
+        here = key.startswith(("data.", "eval.", "profiler.")) or key in native or key in sections
+        foreign = not here and FOUNDRY.knows(key)
         found += native_override(override) if foreign else [override]
     return found
 

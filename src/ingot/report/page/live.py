@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 from ingot.errors import ConfigError, IngotError
 from ingot.report.page.downsample import downsample
 from ingot.report.page.page import build_page, to_json
-from ingot.report.page.run_data import read_run
+from ingot.report.page.run_data import read_run, read_runs
 from ingot.report.page.run_text import own_file
 from ingot.training.runtime.run_files import METRICS
 
@@ -39,7 +39,7 @@ class LivePages:
     def content(self, path: str) -> dict[str, Any] | None:
         """The data behind `/` or `/run/NAME/`; None if there is no such page."""
         if self.root is None:
-            return {"runs": [read_run(run) for run in self.runs], "live": LIVE_SECONDS} if path == "/" else None
+            return {"runs": read_runs(self.runs), "live": LIVE_SECONDS} if path == "/" else None
         if path == "/":
             return {"list": [_entry(run) for run in find_runs(self.root)], "live": LIVE_SECONDS}
         for run in find_runs(self.root):

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ingot.report.page.run_data import read_run
+from ingot.report.page.run_data import read_runs
 from ingot.storage.atomic import write_whole
 
 PAGE = """<!doctype html>
@@ -56,8 +56,7 @@ def to_json(content: dict[str, Any]) -> str:
 
 def write_report(runs: list[Path], target: Path) -> None:
     """Write the report of one run or several as one file."""
-    content = {"runs": [read_run(run) for run in runs]}
-    write_whole(target, build_page(content))
+    write_whole(target, build_page({"runs": read_runs(runs)}))
 
 
 def _rounded(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,13 @@ LARGEST_STEP = 1e15
 SILENT_SECONDS = 300  # an owner touches its file every few seconds; clocks of machines may differ
 WHERE = ("name", "save_folder", "data", "load_path", "device", "loggers")  # keys that say where, not what
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
+
+
+def read_runs(folders: list[Path]) -> list[dict[str, Any]]:
+    """Everything about several runs. Those of the same name get their folders' names too."""
+    runs = [read_run(folder) for folder in folders]
+    count = Counter(run["name"] for run in runs)
+    return [run | {"name": f"{run['name']} ({run['folder']})"} if count[run["name"]] > 1 else run for run in runs]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
