@@ -24,6 +24,7 @@ from ingot.data.loading.inspect import find_splits
 from ingot.data.loading.open_dataset import locate
 from ingot.data.prepare.journal import Journal, SplitReport
 from ingot.data.prepare.options import PrepareOptions
+from ingot.data.prepare.packing import PackingPlan
 from ingot.data.prepare.pool import Progress, WorkerPool
 from ingot.data.prepare.prepare import PrepareReport, prepare
 from ingot.data.prepare.scheduler import SplitJob
@@ -392,6 +393,13 @@ def test_a_damaged_part_is_rebuilt_and_intact_ones_are_not(
     run(corpus, tmp_path / "out", tokenizer, size_limit=1 << 20)
     assert {number for task, number in made if task == "tokenize"} & finished == {int(parts[0].stem)}
     assert content(tmp_path / "out") == content(tmp_path / "undisturbed")
+
+
+def test_another_way_to_read_documents_is_another_result() -> None:
+    """The hash of v0.1, which knew one way, must stay."""
+    plans = [PackingPlan.of(PrepareOptions(documents=kind), None).identity for kind in ("file", "line", "paragraph")]
+    assert "documents" not in plans[0]["options"]
+    assert [plan["options"]["documents"] for plan in plans[1:]] == ["line", "paragraph"]
 
 
 def test_the_same_command_again_does_nothing(corpus: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

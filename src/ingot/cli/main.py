@@ -141,7 +141,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error, file=sys.stderr)
             return EXIT_USER_ERROR
-        if getattr(error, "ctx", None) is not None:  # typer's own: a wrong option or argument
+        if hasattr(error, "format_message"):  # typer's own: a wrong option or argument
             raise ConfigError(usage_sentence(error, arguments)) from None
         if debug:
             path = Path("ingot-debug.log")

@@ -10,16 +10,23 @@ KEY_VALUE = "KEY=VALUE"  # in the metavar of an argument that takes config keys
 def usage_sentence(error: Any, arguments: Sequence[str]) -> str:
     """What is wrong with a command line. `error` is typer's, `arguments` what was typed after `ingot`."""
     context: Any = error.ctx
+    if context is None:  # the parser found an option without its value
+        verb = next((argument for argument in arguments if not argument.startswith("-")), "")
+        return _in_words(error.format_message(), f"ingot {verb}".rstrip())
     path = context.command_path
     if (option := getattr(error, "option_name", None)) and type(error).__name__ == "NoSuchOption":
         return _unknown_option(option, path, context.command, arguments)
-    message = error.format_message().rstrip(".")
+    message = error.format_message()
     if message.startswith("No such command"):
         name = message.partition("'")[2].partition("'")[0]
         close = difflib.get_close_matches(name, context.command.commands, n=1)
         hint = f"did you mean `{path} {close[0]}`?" if close else f"see `{path} -h`"
         return f"{path} has no command '{name}'; {hint}"
-    return f"{path}: {message[0].lower()}{message[1:]}; see `{path} -h`"
+    return _in_words(message, path)
+
+
+def _in_words(message: str, path: str) -> str:
+    return f"{path}: {message[0].lower()}{message[1:].rstrip('.')}; see `{path} -h`"
 
 
 def _unknown_option(option: str, path: str, command: Any, arguments: Sequence[str]) -> str:
