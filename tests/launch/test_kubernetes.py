@@ -1,27 +1,18 @@
-"""Manifests contain what a run relies on, wrong runs are refused, and pods exit with the code that Kubernetes needs."""
+"""Manifests contain what a run relies on, and wrong runs are refused; what runs in pods is in test_pods.py."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from manifests import documents, manifest_problems, pods
-from specs import LAUNCH, VALUES, put_on_path, spec
+from specs import LAUNCH, put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.agent import node_agent as worker
-from ingot.launch.agent.attempt import Outcome
-from ingot.launch.agent.failure import Failure
 from ingot.launch.kubernetes.kubectl import apply
 from ingot.launch.kubernetes.objects import KINDS, Kind, adapt_to_pods, object_name, render
-from ingot.launch.kubernetes.pod_agent import run_pod
 from ingot.launch.programs import ProgramError
-from ingot.launch.protocol import EXIT_NEW_PODS, LaunchFolder
 from ingot.launch.spec import make_spec
 
 GPU = {"profile": "aws-p5", "gpus_per_node": 8}
@@ -36,7 +27,7 @@ def test_every_pod_gets_its_devices_shared_memory_time_to_save_and_a_node_of_its
         assert container["resources"]["limits"] == {"vpc.amazonaws.com/efa": 32, "nvidia.com/gpu": 8}
         assert container["command"][1:5] == [
             "-m",
-            "ingot.launch.agent.node_agent",
+            "ingot.launch.kubernetes.pod_agent",
             "--spec",
             "/etc/ingot/spec.json",
         ]
@@ -164,6 +155,19 @@ def test_the_check_of_manifests_finds_what_is_wrong(old: str, new: str, reason: 
     assert reason in "; ".join(manifest_problems(changed))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_know_each_other_by_a_token_that_is_new_for_each_launch_and_in_no_file(kind: Kind) -> None:
+    texts = [render(spec(), kind, LAUNCH, {"my.yaml": "{}"}) for _ in range(2)]
+    tokens = {documents(text)["Secret"]["stringData"]["token"] for text in texts}
+    assert len(tokens) == 2 and all(len(token) == 64 for token in tokens)
+    reference = {"secretKeyRef": {"name": "golden-0abc12", "key": "token"}}
+    for pod in pods(texts[0]):
+        assert {"name": "INGOT_JOB_TOKEN", "valueFrom": reference} in pod["containers"][0]["env"]
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "spec"]
+        assert [item["key"] for item in volume["secret"]["items"]] == ["spec.json", "my.yaml"]
+        assert texts[0].count(documents(texts[0])["Secret"]["stringData"]["token"]) == 1
+
+
 def test_names_become_what_kubernetes_allows() -> None:
     assert object_name(spec(name="30B_run.Final"), LAUNCH) == "run-30b-run-final-0abc12"
     long = object_name(spec(name="a" * 63), LAUNCH)
@@ -217,98 +221,3 @@ def test_the_command_prints_a_manifest_that_passes_the_check(tmp_path: Path, ing
     refused = ingot("launch", "kubernetes", "mpt-125m", "data=/data/c4", "--profile", "cpu", "-i", "a/b:1", check=False)
     assert refused.returncode == 2
     assert "would be lost with its pod" in refused.stderr
-
-
-@pytest.mark.parametrize("rank_variable", ["JOB_COMPLETION_INDEX", "RANK", "PET_NODE_RANK"])
-def test_a_users_error_ends_both_pods_and_a_new_launch_starts_over(tmp_path: Path, rank_variable: str) -> None:
-    run = tmp_path / "run"
-    path = tmp_path / "spec.json"
-    wrong = {"arguments": ["--", "no-such-recipe"], "run_folder": str(run), "workdir": str(tmp_path)}
-    # both pods have this machine's name, which preflight tells nodes apart by
-    path.write_text(spec(**wrong, preflight=False).model_dump_json())
-    for launch in ("first.0", "second.0") if rank_variable == "RANK" else ("first.0",):
-        started = []
-        for rank in (0, 1) if rank_variable == "PET_NODE_RANK" else (1, 0):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ingot.launch.agent.node_agent", "--spec", str(path), "--pod"],
-                env=os.environ | {rank_variable: str(rank), "INGOT_JOB_ATTEMPT": launch, "MASTER_ADDR": "127.0.0.1",
-                                  "MASTER_PORT": "61000"},
-                stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            if rank_variable == "PET_NODE_RANK":
-                process.wait(timeout=120)  # the second comes late
-            started.append(process)
-        errors = [process.communicate(timeout=120)[1] for process in started]
-        assert [process.returncode for process in started] == [2, 2], errors
-        assert "no-such-recipe" in "".join(errors)
-        assert (run / "launch" / "HALT").exists()
-        # a pod that comes late writes the code of a second attempt, but makes none
-        assert [path.name for path in (run / "logs").glob(f"{launch}.*")] == [f"{launch}.1"]
-
-
-@pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    """A pod sets its own."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def outcomes(monkeypatch: pytest.MonkeyPatch, ends: list[str], run: Path) -> None:
-    """Attempts that end as told, in order; a fault may come after a new checkpoint."""
-    order = iter(ends)
-
-    def attempt(*arguments: Any) -> Outcome:
-        end = next(order)
-        if end == "progress":
-            step = run / "checkpoints" / str(1 + len(list((run / "checkpoints").glob("*"))))
-            step.mkdir(parents=True)
-            (step / "manifest.json").touch()
-        if end == "lost":
-            return Outcome(1, False)
-        if end in ("fault", "progress"):
-            return Outcome(1, False, 0, Failure("lost a GPU", "machine", 1, 0.0))
-        if end == "asked":
-            (run / "STOP").touch()
-        return Outcome({"finished": 0, "stopped": 75, "asked": 75}[end], end == "stopped")
-
-    monkeypatch.setattr(worker, "run_attempt", attempt)
-    monkeypatch.setattr("ingot.launch.supervisor.restart_policy.BACK_OFF_SECONDS", (0.0, 0.0, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("ends", "code"),
-    [
-        (["finished"], 0),
-        (["fault", "finished"], 0),  # new processes in the same pod
-        (["progress", "progress", "fault", "progress", "finished"], 0),
-        (["fault", "fault"], EXIT_NEW_PODS),  # new pods
-        (["stopped"], EXIT_NEW_PODS),  # a drained node, say: the run goes on elsewhere
-        (["asked"], 0),  # by the file STOP: nothing more to do
-        (["lost", "lost", "lost"], EXIT_NEW_PODS),  # attempts of which nothing is recorded: new pods
-    ],
-)
-def test_the_exit_code_of_a_pod_tells_kubernetes_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[str], code: int
-) -> None:
-    run = tmp_path / "run"
-    outcomes(monkeypatch, ends, run)
-    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert run_pod(one, {"INGOT_JOB_ATTEMPT": f"{LAUNCH}.0"}) == code
-    assert (run / "launch" / f"code.{LAUNCH}.0.{len(ends)}").exists()
-
-
-def test_a_late_pod_joins_the_attempt_that_the_others_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
-    outcomes(monkeypatch, ["finished"], run)
-    one = make_spec(VALUES | {"nodes": 1, "run_folder": str(run), "workdir": str(tmp_path), "preflight": False})
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder = LaunchFolder(run).path
-    folder.mkdir(parents=True)
-    for ended in (1, 2):
-        (folder / f"code.{LAUNCH}.0.{ended}").write_text("1\n")
-    assert run_pod(one, {"INGOT_JOB_ATTEMPT": f"{LAUNCH}.0"}) == 0
-    assert (folder / f"code.{LAUNCH}.0.3").read_text() == "0\n"

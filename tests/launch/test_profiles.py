@@ -36,7 +36,7 @@ def rendered(profile: str, back_end: str) -> str:
     if back_end == "prepare":
         changes = {"verb": "prepare", "gpus_per_node": 0, "image": "/apps/ingot.sqsh", "stage": "/nvme/images"}
         return script_heads(chosen.model_copy(update=changes))
-    return render_manifest(chosen, back_end, LAUNCH)  # type: ignore[arg-type]
+    return render_manifest(chosen, back_end, LAUNCH, token="0123")  # type: ignore[arg-type]
 
 
 def script_heads(chosen: LaunchSpec) -> str:

@@ -27,6 +27,7 @@ Files of the launch folder, RUN/launch/:
 | starts | job script | job script | "JOB.RESTART NODE STEP": starts and newest checkpoint | the launch's |
 | ends | job script | job script | why each start ended | the launch's |
 | HALT | node agent, job script | job scripts of the chain, status | why no job may try again | the launch's |
+| pods/LAUNCH.RESTART/POD | each pod | the pod of the supervisor | the machine that the pod is on | the run's |
 | started.LAUNCH | the pod of node 0 | the other pods | leftovers are removed | the launch's |
 | preflight/ATTEMPT/NODE.json | each node | all nodes | what the node found out about itself | the run's |
 | preflight/ATTEMPT/ready-N/NODE.json | each node | all nodes | measurements; where its processes listen | the run's |
@@ -58,6 +59,7 @@ Environment variables (those that ranks read are named where they are read, in `
 | INGOT_JOB_ATTEMPT | job script, pod | node agent | the attempt; in a pod, LAUNCH.RESTART |
 | INGOT_SUPERVISOR, INGOT_JOB_START | supervisor | node agent | where the supervisor listens; which life of it |
 | INGOT_JOB_TOKEN | supervisor | node agent | proves that both belong to the job; not passed to ranks |
+| INGOT_NODE_NAME | Kubernetes | supervisor, agent | the machine that a pod is on |
 | INGOT_JOB_NODES | job script | preflight | the attempt's nodes by name, separated by commas |
 | MASTER_ADDR, MASTER_PORT | job script, pod | node agent, ranks | where rank 0 listens |
 | SLURM_JOB_ID, SLURM_NODEID, SLURMD_NODENAME | Slurm | node agent | job, node rank, node name |

@@ -40,7 +40,9 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
         hidden = {name: read_secret(name) for name in spec.secrets} if spec.image else {}
         leftovers = [*launch.leftovers(), *([run / FINISHED] if spec.verb == "prepare" else [])]
         ids: list[str] = []
-        with _recorded(spec, leftovers):  # first: the job may start at once
+        record = Launched(time=now(), launch=objects.new_launch_id(), back_end="slurm", nodes=spec.nodes,
+                          spares=spec.spares, chain=spec.chain)  # fmt: skip
+        with _recorded(record, launch, leftovers):  # first: the job may start at once
             try:
                 for script in scripts:
                     after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
@@ -62,7 +64,9 @@ def submit_to_kubernetes(spec: LaunchSpec, kind: objects.Kind, files: Mapping[st
     if not folder.run.is_dir():  # the volume is not mounted here
         return name, kubectl.apply(text)
     with _only_job(folder):
-        said = kubectl.apply(text)
+        record = Launched(time=now(), launch=launch, back_end="kubernetes", nodes=spec.nodes)
+        with _recorded(record, folder, folder.leftovers()):
+            said = kubectl.apply(text)
         spec.write()
         folder.keep_files(files)
         folder.add_job(f"kubernetes/{spec.namespace}/{kind}", name)
@@ -96,10 +100,10 @@ def _only_job(launch: LaunchFolder) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded(spec: LaunchSpec, leftovers: Sequence[Path]) -> Iterator[None]:
+def _recorded(record: Launched, launch: LaunchFolder, leftovers: Sequence[Path]) -> Iterator[None]:
     """Note that a user starts the run, and remove what would end it again. If it cannot be submitted, all is as
     before."""
-    run, folder = Path(spec.run_folder), LaunchFolder(Path(spec.run_folder)).path
+    run, folder = launch.run, launch.path
     states = [StateFile(folder), *(StateFile(path.parent) for path in sorted(folder.glob(f"shares/*/{STATE}")))]
     changed = [*leftovers, *(state.path for state in states), run / FAILURES]
     before = {path: path.read_bytes() if path.exists() else None for path in changed}
@@ -107,8 +111,6 @@ def _recorded(spec: LaunchSpec, leftovers: Sequence[Path]) -> Iterator[None]:
         for path in leftovers:
             path.unlink(missing_ok=True)
         mark_start(run)
-        record = Launched(time=now(), launch=objects.new_launch_id(), back_end="slurm", nodes=spec.nodes,
-                          spares=spec.spares, chain=spec.chain)  # fmt: skip
         for state in states:  # each share of a preparation has a supervisor
             if not state.append(record if state is states[0] else msgspec.structs.replace(record, nodes=1)):
                 raise ConfigError(f"cannot write {state.path}: is its disk full?")

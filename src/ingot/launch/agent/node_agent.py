@@ -31,7 +31,6 @@ PATIENCE_SECONDS = 3.0  # for the node that failed first, or for the job script 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--pod", action="store_true", help="count attempts here: Kubernetes has no job script to do so")
     parser.add_argument("--share", help="K/N of a preparation; without it, the last part of the preparation")
     parser.add_argument("--check", action="store_true", help="check whether the nodes are fit, and run nothing")
     options = parser.parse_args()
@@ -42,10 +41,6 @@ def main() -> int:
         spec = read_spec(options.spec)
         if options.check:
             return NodeAgent(spec, os.environ).check()
-        if options.pod:
-            from ingot.launch.kubernetes.pod_agent import run_pod
-
-            return run_pod(spec, os.environ)
         if spec.verb == "prepare":
             return NodeAgent(spec.model_copy(update={"nodes": 1}), os.environ).prepare(options.share, spec.nodes)
         return NodeAgent(spec, os.environ).run()

@@ -1,9 +1,10 @@
 """A run as Kubernetes objects: a JobSet, a TrainJob or a PyTorchJob, each with one pod per node.
 
-The pods run the same node agent on the same spec as a Slurm job's tasks. Failed processes first restart inside their
-pods. If that does not help, Kubernetes replaces all pods together (JobSet, TrainJob), so that they can form a new
-process group. A user's error ends the job at once. The spec, and config files that the pods cannot see, travel in a
-Secret. The values of the user's secrets never do: pods read them from a Secret that already exists in the cluster.
+The first pod runs the same supervisor as a Slurm job, all pods the same agent on the same spec. Failed processes first
+restart inside their pods. If that does not help, Kubernetes replaces all pods together (JobSet, TrainJob). A user's
+error ends the job at once. The spec, and config files that the pods cannot see, travel in a Secret, and with them the
+token by which the pods know each other. The values of the user's secrets never do: pods read them from a Secret that
+already exists in the cluster.
 
 Objects are plain dicts, dumped as YAML at the end, so a user's value can never become a key, a document or a command.
 """
@@ -11,7 +12,7 @@ Objects are plain dicts, dumped as YAML at the end, so a user's value can never 
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +21,12 @@ import yaml
 from ingot.config.secrets import IN_URL, redact
 from ingot.errors import EXIT_GIVEN_UP, EXIT_USER_ERROR, ConfigError
 from ingot.launch.image import check_pinned
+from ingot.launch.kubernetes.pod_cluster import RESTART_VARIABLE
+from ingot.launch.messages import TOKEN_VARIABLE
 from ingot.launch.profiles import find_profile
-from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT, SPEC
+from ingot.launch.protocol import ATTEMPT_VARIABLE, SPEC
 from ingot.launch.spec import LaunchSpec, make_spec
+from ingot.launch.supervisor.failure_log import NODE_NAME_VARIABLE
 
 Kind = Literal["jobset", "trainjob", "pytorchjob"]
 KINDS: tuple[Kind, ...] = ("jobset", "trainjob", "pytorchjob")
@@ -30,12 +34,13 @@ Json = dict[str, Any]
 
 SPEC_FOLDER = "/etc/ingot"  # where pods see the spec
 SHARED_MEMORY = "/dev/shm"  # noqa: S108
-PORT = 61_000  # of the rendezvous; above the range from which Linux assigns ports to outgoing connections
+PORT = 61_000  # of the supervisor; above the range from which Linux assigns ports to outgoing connections
 NODE = "node"  # the name that TrainJob expects of its replicated job and container
 PYTORCH, PYTORCH_PORT = "pytorch", "pytorchjob-port"  # the names that PyTorchJob expects
 MAX_NAME_LENGTH = 42  # Kubernetes appends to this to name a pod, and allows 63 characters
 MAX_SECRET_BYTES = 200_000  # `kubectl apply` also keeps a copy in an annotation of at most 262,144 bytes
-RESTART_VARIABLE = "INGOT_RESTART"
+TOKEN_KEY = "token"  # in the run's Secret: by it the supervisor and the agents of other pods know each other
+POD_AGENT = "ingot.launch.kubernetes.pod_agent"
 RESTART_ANNOTATION = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 INSTANCE, QUEUE = "app.kubernetes.io/instance", "kueue.x-k8s.io/queue-name"
 TRAINER_LABEL = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -81,33 +86,41 @@ def adapt_to_pods(spec: LaunchSpec) -> tuple[LaunchSpec, dict[str, str]]:
     return make_spec(spec.model_dump() | {"arguments": arguments, "workdir": workdir}), files
 
 
-def render(spec: LaunchSpec, kind: Kind, launch: str, files: Mapping[str, str] | None = None) -> str:
-    """The manifest of a run, after checking what its user may have got wrong."""
+def render(
+    spec: LaunchSpec, kind: Kind, launch: str, files: Mapping[str, str] | None = None, token: str | None = None
+) -> str:
+    """The manifest of a run, after checking what its user may have got wrong.
+
+    token: proves that two pods belong to this launch; a new one if there is none
+    """
     name = object_name(spec, launch)
     metadata = {"name": name, "namespace": spec.namespace, "labels": _labels(name)}
     queue = {QUEUE: spec.queue} if spec.queue else {}
     job_metadata = metadata | {"labels": _labels(name) | queue}
     contents = {SPEC: spec.model_dump_json(indent=1), **(files or {})}
     same_run = {"podSelector": {"matchLabels": {INSTANCE: name}}}
-    # anyone who can reach the rendezvous port can join the run, so the policy admits only the run's own pods
+    # anyone who can reach the ports of the ranks can join the run, so the policy admits only the run's own pods
     policy = {**same_run, "policyTypes": ["Ingress"], "ingress": [{"from": [same_run]}]}
     objects: list[Json] = [
         {"apiVersion": "v1", "kind": "Secret", "metadata": metadata,
-         "type": "Opaque", "immutable": True, "stringData": contents},
+         "type": "Opaque", "immutable": True,
+         "stringData": contents | {TOKEN_KEY: token or secrets.token_hex(32)}},
         {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": policy},
     ]  # fmt: skip
     if kind == "pytorchjob":
         objects.append({"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": job_metadata,
-                        "spec": _pytorchjob_spec(spec, name, launch)})  # fmt: skip
+                        "spec": _pytorchjob_spec(spec, name, launch, list(contents))})  # fmt: skip
     elif kind == "jobset":
         count = {"completions": spec.nodes, "parallelism": spec.nodes}
         objects.append({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": job_metadata,
-                        "spec": _jobset_spec(spec, name, launch, count, {})})  # fmt: skip
+                        "spec": _jobset_spec(spec, name, launch, list(contents), count, {})})  # fmt: skip
     else:
         # its own runtime, in the run's namespace: creating a ClusterTrainingRuntime needs an administrator
         trainer = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
         labels = {"metadata": {"labels": TRAINER_LABEL}}
-        jobset = _jobset_spec(spec, name, launch, {}, labels)  # the TrainJob's controller fills in the number of pods
+        jobset = _jobset_spec(
+            spec, name, launch, list(contents), {}, labels
+        )  # the TrainJob's controller fills in the number of pods
         nodes = {"numNodes": spec.nodes}
         runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
         objects += [
@@ -124,7 +137,9 @@ def _labels(name: str) -> dict[str, str]:
     return {INSTANCE: name, "app.kubernetes.io/managed-by": "ingot"}
 
 
-def _jobset_spec(spec: LaunchSpec, name: str, launch: str, count: Json, template_metadata: Json) -> Json:
+def _jobset_spec(
+    spec: LaunchSpec, name: str, launch: str, files: Sequence[str], count: Json, template_metadata: Json
+) -> Json:
     """Replaces all pods after a failure, unless a pod exits with a code that means it would fail again."""
     env: list[Json] = [
         {"name": RESTART_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": RESTART_ANNOTATION}}},
@@ -133,7 +148,7 @@ def _jobset_spec(spec: LaunchSpec, name: str, launch: str, count: Json, template
         {"name": "MASTER_PORT", "value": str(PORT)},
     ]
     final = {"containerName": NODE, "operator": "In", "values": [EXIT_USER_ERROR, EXIT_GIVEN_UP]}
-    pod = _pod_template(spec, name, env, NODE, "rendezvous")
+    pod = _pod_template(spec, name, files, env, NODE, "supervisor")
     job = {
         "completionMode": "Indexed",
         **count,
@@ -149,9 +164,9 @@ def _jobset_spec(spec: LaunchSpec, name: str, launch: str, count: Json, template
     }
 
 
-def _pytorchjob_spec(spec: LaunchSpec, name: str, launch: str) -> Json:
+def _pytorchjob_spec(spec: LaunchSpec, name: str, launch: str, files: Sequence[str]) -> Json:
     """The operator sets address, port and node rank, and replaces a pod only for exit codes of 128 and above."""
-    pod = _pod_template(spec, name, [{"name": ATTEMPT_VARIABLE, "value": f"{launch}.0"}], PYTORCH, PYTORCH_PORT)
+    pod = _pod_template(spec, name, files, [{"name": ATTEMPT_VARIABLE, "value": f"{launch}.0"}], PYTORCH, PYTORCH_PORT)
     counts = {"Master": 1, "Worker": spec.nodes - 1}
     return {
         "runPolicy": {
@@ -167,8 +182,10 @@ def _pytorchjob_spec(spec: LaunchSpec, name: str, launch: str) -> Json:
     }
 
 
-def _pod_template(spec: LaunchSpec, name: str, env: list[Json], container_name: str, port_name: str) -> Json:
-    volumes, mounts = _volumes(spec, name)
+def _pod_template(
+    spec: LaunchSpec, name: str, files: Sequence[str], env: list[Json], container_name: str, port_name: str
+) -> Json:
+    volumes, mounts = _volumes(spec, name, files)
     devices = {
         **find_profile(spec.profile).kubernetes_resources,
         **({GPU: spec.gpus_per_node} if spec.gpus_per_node else {}),
@@ -177,8 +194,8 @@ def _pod_template(spec: LaunchSpec, name: str, env: list[Json], container_name: 
     container = {
         "name": container_name,
         "image": _image(spec),
-        "command": [spec.python or "python3", "-m", NODE_AGENT, "--spec", f"{SPEC_FOLDER}/{SPEC}", "--pod"],
-        "env": [*env, *_secret_variables(spec)],
+        "command": [spec.python or "python3", "-m", POD_AGENT, "--spec", f"{SPEC_FOLDER}/{SPEC}"],
+        "env": [*env, *_pod_variables(name), *_secret_variables(spec)],
         "ports": [{"name": port_name, "containerPort": PORT}],
         **({"resources": {"limits": devices, "requests": devices}} if devices else {}),
         "volumeMounts": mounts,
@@ -210,6 +227,13 @@ def _affinity(spec: LaunchSpec, name: str) -> Json:
     return {**({"nodeAffinity": nodes} if spec.exclude else {}), "podAntiAffinity": {REQUIRED: [same_run]}}
 
 
+def _pod_variables(name: str) -> list[Json]:
+    return [
+        {"name": NODE_NAME_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": {"name": name, "key": TOKEN_KEY}}},
+    ]
+
+
 def _secret_variables(spec: LaunchSpec) -> list[Json]:
     if spec.secrets and spec.secret_name is None:
         raise ConfigError(f"--secret {spec.secrets[0]}: name the cluster's Secret that holds it, with --secret-name")
@@ -219,11 +243,11 @@ def _secret_variables(spec: LaunchSpec) -> list[Json]:
     ]
 
 
-def _volumes(spec: LaunchSpec, name: str) -> tuple[list[Json], list[Json]]:
+def _volumes(spec: LaunchSpec, name: str, files: Sequence[str]) -> tuple[list[Json], list[Json]]:
     """The pod's volumes and the container's mounts of them."""
     memory = "64Gi" if spec.gpus_per_node else "2Gi"  # a limit, not a reservation
     volumes: list[Json] = [
-        {"name": "spec", "secret": {"secretName": name}},
+        {"name": "spec", "secret": {"secretName": name, "items": [{"key": key, "path": key} for key in files]}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory}},
     ]
     mounts: list[Json] = [

@@ -12,11 +12,13 @@ from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import FAILURES
 
 START = "start"
+NODE_NAME_VARIABLE = "INGOT_NODE_NAME"
+"""In a pod: the machine that it is on."""
 
 
 def node_name() -> str:
     """What the cluster calls this machine: the name to exclude it by."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return os.environ.get(NODE_NAME_VARIABLE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def mark_start(run: Path) -> None:

@@ -114,9 +114,9 @@ class AgentServer:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def listen(self, host: str | None = None) -> int:
-        """Returns the port."""
-        self._server = await asyncio.start_server(self._serve, host, 0, limit=MAX_LINE_BYTES, backlog=BACKLOG,
+    async def listen(self, host: str | None = None, port: int = 0) -> int:
+        """Returns the port; 0 takes one that is free."""
+        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_LINE_BYTES, backlog=BACKLOG,
                                                   family=socket.AF_INET)  # fmt: skip
         return int(self._server.sockets[0].getsockname()[1])
 

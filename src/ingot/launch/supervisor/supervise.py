@@ -75,7 +75,17 @@ class Share:
 class Supervisor:
     """One start of a job."""
 
-    def __init__(self, spec: LaunchSpec, cluster: Cluster, times: Times | None = None, share: Share | None = None):
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        cluster: Cluster,
+        times: Times | None = None,
+        share: Share | None = None,
+        token: str = "",
+        port: int = 0,
+    ):
+        """token, port: what agents that the cluster starts by itself have been told; otherwise, new ones"""
+        self.token, self.port = token or secrets.token_hex(32), port
         self.spec, self.cluster, self.times, self.share = spec, cluster, times or Times(), share
         self.run_folder = Path(spec.run_folder)
         self.launch = LaunchFolder(self.run_folder)
@@ -97,7 +107,7 @@ class Supervisor:
             self._say(f"nothing to do: {why}")
             return EXIT_FINISHED
         nodes = await self.cluster.nodes()
-        self.server = AgentServer(self.spec.run_folder, f"{self.start}.0", secrets.token_hex(32), nodes)
+        self.server = AgentServer(self.spec.run_folder, f"{self.start}.0", self.token, nodes)
         self._listen_to_signals()
         try:
             return await self._lead(nodes)
@@ -128,7 +138,7 @@ class Supervisor:
             if launch_end(read_history(self.state.records)) is None:
                 await self._record(verdict)
             return await self._act(verdict)
-        port = await self.server.listen()
+        port = await self.server.listen(port=self.port)
         self.env = {ADDRESS_VARIABLE: f"{self.cluster.host}:{port}", TOKEN_VARIABLE: self.server.token,
                     START_VARIABLE: self.server.start}  # fmt: skip
         while True:
