@@ -173,10 +173,11 @@ def test_several_runs_are_in_one_page(ingot_here: Ingot, tmp_path: Path) -> None
 
 
 def test_runs_of_the_same_name_are_told_apart(ingot_here: Ingot, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_run(tmp_path / name, [{"time/batch": 1, LOSS: 1.0}], "name: run\n")
-    ingot_here("report", "a", "b", "-o", "both.html")
-    assert [run["name"] for run in data_in(tmp_path / "both.html")["runs"]] == ["run (a)", "run (b)"]
+    for name in ("a", "b", "x/b", "c"):
+        write_run(tmp_path / name, [{"time/batch": 1, LOSS: 1.0}], f"name: {'other' if name == 'c' else 'run'}\n")
+    ingot_here("report", "a", "b", "x/b", "c", "-o", "all.html")
+    names = [run["name"] for run in data_in(tmp_path / "all.html")["runs"]]
+    assert names == ["run (a)", "run (b)", "run (x/b)", "other"]
 
 
 @pytest.mark.parametrize("target", ["/", "folder"])
@@ -312,6 +313,37 @@ def test_a_browser_draws_zooms_and_switches_without_an_error(ingot_here: Ingot, 
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert problems == [] and requests == [page_file.as_uri()]
         browser.close()
+
+
+@pytest.mark.slow
+def test_a_browser_follows_a_run_from_the_list_of_runs(live: int, tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    problems: list[str] = []
+    requests: list[str] = []
+    with sync_playwright() as tools:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-sync"]
+        browser = tools.chromium.launch(executable_path=chromium, args=flags)
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(f"http://127.0.0.1:{live}/")
+        assert page.locator("a").all_inner_texts() == ["a", "b <&"] and page.locator("canvas.small").count() == 2
+        page.locator("a").nth(1).click()
+        page.wait_for_selector(".uplot[data-title=Loss]")
+        with (tmp_path / "runs" / "b <&" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"time/batch": 2, LOSS: 0.5}) + "\n")
+        for _ in range(100):  # the page's own rules forbid a function that waits inside it
+            if page.evaluate("plots.length && plots[0][0].data[0].length") == 2:
+                break
+            page.wait_for_timeout(200)
+        assert page.evaluate("plots[0][0].data[1]") == [1.0, 0.5]
+        browser.close()
+    assert problems == [] and all(url.startswith(f"http://127.0.0.1:{live}/") for url in requests)
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:

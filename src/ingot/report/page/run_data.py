@@ -28,10 +28,14 @@ STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
 
 
 def read_runs(folders: list[Path]) -> list[dict[str, Any]]:
-    """Everything about several runs. Those of the same name get their folders' names too."""
+    """Everything about several runs. Those of the same name get their folders' names too, or their whole paths."""
     runs = [read_run(folder) for folder in folders]
-    count = Counter(run["name"] for run in runs)
-    return [run | {"name": f"{run['name']} ({run['folder']})"} if count[run["name"]] > 1 else run for run in runs]
+    names = [run["name"] for run in runs]
+    for added in ([folder.name for folder in folders], list(map(str, folders))):
+        count = Counter(names)
+        longer = [f"{run['name']} ({more})" for run, more in zip(runs, added, strict=True)]
+        names = [new if count[name] > 1 else name for name, new in zip(names, longer, strict=True)]
+    return [run | {"name": name} for run, name in zip(runs, names, strict=True)]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
