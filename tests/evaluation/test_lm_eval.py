@@ -198,6 +198,7 @@ def test_the_verb_prints_the_harness_table_and_keeps_the_results(small: Work) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--harness", "no_such_task,"], "has no task no_such_task"),
         (["--harness", "absent.yaml"], "absent.yaml: no such task file"),
         (["--harness", "chose", "--include-path", "FOLDER/yaml"], "has no task chose; did you mean choose"),
         (["--harness", "FOLDER/run"], "no .yaml file in this folder"),

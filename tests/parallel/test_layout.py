@@ -144,6 +144,21 @@ def test_the_estimate_counts_every_parameter(recipe: str) -> None:
         assert m.parameters == sum(map(math.prod, parameter_shapes(m).values()))
 
 
+@pytest.mark.parametrize(
+    ("layout", "layers", "shards"), [(Layout(), 4, 1), (Layout(shard=4), 4, 4), (Layout(shard=2, pipeline=2), 2, 2)]
+)
+def test_an_optimizer_keeps_its_bytes_of_the_weights_here(layout: Layout, layers: int, shards: int) -> None:
+    hidden, ends = layers * MODEL.block_parameters / shards, MODEL.end_parameters / shards
+    for optimizer, expected in (
+        ("adamw", 8 * (hidden + ends)),
+        ("lion", 4 * (hidden + ends)),
+        ("muon", 4 * hidden + 8 * ends),
+    ):
+        needs = estimate_memory(MODEL, layout, ParallelConfig(), StepShape(64, optimizer=optimizer))
+        assert needs.optimizer == expected and needs.weights == needs.gradients == 4 * (hidden + ends), optimizer
+        assert needs.saved == needs.weights + expected
+
+
 @pytest.mark.parametrize("axis", ["shard", "tensor", "context", "pipeline"])
 def test_every_axis_but_replicate_lowers_the_estimate(axis: str) -> None:
     config = load_config(RunConfig, ["mpt-30b", "data=x"])

@@ -14,8 +14,8 @@ def usage_sentence(error: Any, arguments: Sequence[str]) -> str:
         verb = next((argument for argument in arguments if not argument.startswith("-")), "")
         return _in_words(error.format_message(), f"ingot {verb}".rstrip())
     path = context.command_path
-    if (option := getattr(error, "option_name", None)) and type(error).__name__ == "NoSuchOption":
-        return _unknown_option(option, path, context.command, arguments)
+    if type(error).__name__ == "NoSuchOption":
+        return _unknown_option(error.option_name, path, context.command, arguments)
     message = error.format_message()
     if message.startswith("No such command"):
         name = message.partition("'")[2].partition("'")[0]
