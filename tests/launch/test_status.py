@@ -270,6 +270,11 @@ def test_requeues_and_cancellation_are_shown(run: Path, tmp_path: Path, monkeypa
     assert [a.kind for a in status.attempt_list] == ["supervisor", "supervisor", ""]
 
 
+def test_an_object_of_kubernetes_has_started_as_often_as_its_pods() -> None:
+    status = Status("running", jobs={"mine-0abc12": "RUNNING", "7": "RUNNING"}, job_starts={"0abc12": 3, "17": 5})
+    assert "job mine-0abc12: RUNNING, started again 2 times" in status.lines() and "job 7: RUNNING" in status.lines()
+
+
 def test_a_damaged_state_file_is_a_warning_and_the_rest_is_shown(run: Path) -> None:
     (run / "launch" / "state.jsonl").write_text("{}\n")
     status = read_status(run)

@@ -174,7 +174,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before(
 def test_when_every_checkpoint_is_damaged_the_run_says_so(data: Path, tmp_path: Path) -> None:
     folder = run(data, tmp_path / "run", "max_duration=4ba")
     damage(folder / "checkpoints" / "4" / "optimizer.safetensors", "flip")
-    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is corrupt.*--fresh"):
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is corrupt.*none was deleted: restore one"):
         run(data, folder)
 
 
@@ -261,7 +261,9 @@ def test_a_run_whose_manifests_are_gone_is_refused_and_its_weights_are_kept(data
     for manifest in (folder / "checkpoints").glob("*/manifest.json"):
         manifest.unlink()
     before = weights_of(folder)
-    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/6 .*checkpoints/4 .*checkpoints/2 .*--fresh"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)checkpoints/6 .*checkpoints/4 .*checkpoints/2 .*restore one from a copy"
+    ):
         run(data, folder, "max_duration=8ba")
     assert weights_of(folder) == before and len(before) == 6
     (folder / "FINISHED").unlink()  # the same for a run that had not finished
@@ -279,7 +281,9 @@ def test_a_run_that_has_saved_but_lost_all_checkpoints_is_refused(data: Path, tm
     if not finished:
         (folder / "FINISHED").unlink()
     metrics = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match=r"has saved checkpoints, and none of them is there; restore .*--fresh"):
+    with pytest.raises(
+        CheckpointError, match=r"has saved checkpoints, and none of them is there; restore .*another save_folder"
+    ):
         run(data, folder, "max_duration=8ba")
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 

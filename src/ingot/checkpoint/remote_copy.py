@@ -51,8 +51,8 @@ def newest_good(run: Path, coordinator: Coordinator, remote: Remote | None = Non
             problems.append(str(error))
     if problems:
         raise CheckpointError(
-            f"{'; '.join(problems)}; no checkpoint of this run is intact: restore one, choose another save_folder, or "
-            "delete them and start over with --fresh"
+            f"{'; '.join(problems)}; no checkpoint of this run is intact, and none was deleted: restore one from a "
+            "copy, or choose another save_folder"
         )
     return None, problems
 

@@ -191,7 +191,7 @@ class Checkpointer:
         if manifest is None and self._has_saved_before():
             raise CheckpointError(
                 f"{self.folder} holds a run that has saved checkpoints, and none of them is there; restore "
-                f"{self.folder / CHECKPOINTS}, choose another save_folder, or start over with --fresh"
+                f"{self.folder / CHECKPOINTS}, or choose another save_folder"
             )
         self._uploaded_step = manifest.step if manifest is not None else 0
         self.writer.saved_step = manifest.step if manifest is not None else None

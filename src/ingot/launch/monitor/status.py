@@ -92,7 +92,9 @@ class Status:
         out += [f"warning: {warning}" for warning in self.warnings]
         out += self._progress()
         for job, state in self.jobs.items():
-            again = self.job_starts.get(job, 1) - 1
+            again = (
+                self.job_starts.get(job, self.job_starts.get(job.rpartition("-")[2], 1)) - 1
+            )  # an object's name ends in it
             out.append(f"job {job}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else "")
                        + (f", started again {count_of(again, 'time')}" if again > 0 else ""))  # fmt: skip
         out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
