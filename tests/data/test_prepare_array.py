@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import SENTENCES
 
+from ingot.data.prepare.journal import Journal
 from ingot.data.prepare.prepare import PrepareReport, prepare
 from ingot.data.prepare.worker import TokenizeWorker
 from ingot.data.sources import pieces as sources
@@ -151,3 +152,18 @@ def test_the_command_takes_a_share(corpus: Path, data: Path, tmp_path: Path, ing
     assert "share 0/1 is done: 240 documents" in ingot(*command, "--share", "0/1").stdout
     assert "share = '1': must be K/N" in ingot(*command, "--share", "1", check=False).stderr
     assert "240 documents" in ingot(*command).stdout
+
+
+def test_a_share_runs_once_at_a_time_next_to_the_others(tmp_path: Path) -> None:
+    def journal(share: tuple[int, int] | None) -> Journal:
+        return Journal(tmp_path / "work", share, print)
+
+    state = {"signature": "the same", "inputs": []}
+    with journal((0, 2)).opened(state):
+        with journal((1, 2)).opened(state):
+            pass
+        for share in ((0, 2), None):
+            with pytest.raises(DataError, match="another `prepare` is running here"), journal(share).opened(state):
+                pass
+    with journal((0, 2)).opened(state):
+        pass
