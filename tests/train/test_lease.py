@@ -147,3 +147,12 @@ def test_a_run_of_somebody_else_is_not_taken_over_by_an_epoch(tmp_path: Path, mo
     with pytest.raises(OwnerError, match="is in use by"):
         Lease(tmp_path)
     mine.release()
+
+
+def test_nothing_of_a_dead_owner_is_left(tmp_path: Path) -> None:
+    owner_elsewhere(tmp_path, None, age=120)
+    held = Lease(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["owner.json"]
+    assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
+    held.release()
+    assert not list(tmp_path.iterdir())
