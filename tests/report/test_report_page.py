@@ -16,7 +16,9 @@ import pytest
 import yaml
 from conftest import Ingot, Shared
 
+from ingot.config.load import load_config, to_yaml
 from ingot.config.model import ModelConfig
+from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.report.page.downsample import downsample
 from ingot.report.page.live import serve
@@ -170,6 +172,17 @@ def test_several_runs_are_in_one_page(ingot_here: Ingot, tmp_path: Path) -> None
     assert done.returncode == 2 and "-o report.html" in done.stderr
     ingot_here("report", "a", "b", "-o", "both.html")
     assert [run["config"]["seed"] for run in data_in(tmp_path / "both.html")["runs"]] == ["97", "98"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recipe"),
+    [(["mpt-125m", "name=mine", "optimizer.lr=0.5"], "the recipe mpt-125m"), (["pythia-70m"], "the recipe pythia-70m"),
+     (["mpt-125m", "name=mine", "model.n_layers=3", "optimizer.lr=0.5"], "the defaults")],
+)  # fmt: skip
+def test_a_config_is_compared_with_its_recipe_under_any_name(tmp_path: Path, arguments: list[str], recipe: str) -> None:
+    config = to_yaml(load_config(RunConfig, arguments))
+    changed = read_run(write_run(tmp_path / "run", [{"time/batch": 1, LOSS: 1.0}], config))["changed"]
+    assert changed["of"] == recipe and ("optimizer.lr" in changed["keys"]) == ("optimizer.lr=0.5" in arguments)
 
 
 def test_runs_of_the_same_name_are_told_apart(ingot_here: Ingot, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_end_run_ends_after_the_steps_and_saves_nothing(tiny: list[str], tmp_pat
     listener = Said()
     arguments = [*tiny, "profiler.steps=3-4", "profiler.end_run=true", "save_interval=4ba", f"save_folder={folder}"]
     train(load_config(RunConfig, arguments), listener)
-    assert json.loads((folder / "stopped.json").read_text())["batch"] == 4
+    assert json.loads((folder / "stopped.json").read_text())["batch"] == 0  # from where the run would continue
     assert not (folder / "checkpoints").exists() and not (folder / "FINISHED").exists()
     with pytest.raises(ConfigError, match=r"profiler\.steps=3-4: profiled already"):
         train(load_config(RunConfig, arguments), RunListener())

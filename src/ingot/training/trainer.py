@@ -182,7 +182,7 @@ class Trainer:
                         self._save(final=bool(reason) or progress.is_last)
         self.profiler.finish()
         if why := reason or (PROFILED if self.profiler.has_ended_run else ""):
-            run.record_stop(why, progress.batch, progress.total)
+            run.record_stop(why, progress.batch if reason else 0, progress.total)
             self.listener.note(f"stopped after batch {progress.batch} of {progress.total}: {why}")
         else:
             run.finish(progress.batch)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from ingot.config.dotted_keys import flatten
 from ingot.config.load import load_config
 from ingot.config.model import ModelConfig
-from ingot.config.recipes import recipe_names
+from ingot.config.recipes import find_recipe, recipe_names
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError, IngotError
 from ingot.report.page.downsample import downsample
@@ -161,16 +162,34 @@ def _wall_hours(folder: Path) -> float | None:
 
 
 def _changed(config: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the recipe of the run's name, or from the defaults."""
-    name = str(config.get("name"))
-    recipe = [name] if name in recipe_names() else []
+    """What differs from the recipe of the run, or from the defaults."""
+    flat = flatten(config)
+    recipe = _recipe_of(flat)
     try:
-        base = flatten(load_config(RunConfig, recipe).model_dump(mode="json"))
+        base = flatten(load_config(RunConfig, [recipe] if recipe else []).model_dump(mode="json"))
     except IngotError:
         return {}
     keys = {
         key: [cut(base.get(key)), cut(value)]
-        for key, value in flatten(config).items()
+        for key, value in flat.items()
         if value != base.get(key) and key.partition(".")[0] not in WHERE
     }
-    return {"of": f"the recipe {recipe[0]}" if recipe else "the defaults", "keys": keys}
+    return {"of": f"the recipe {recipe}" if recipe else "the defaults", "keys": keys}
+
+
+def _recipe_of(flat: dict[str, Any]) -> str | None:
+    """The recipe of a run: that of its name, or the one whose model it has and most of whose other values."""
+    if flat.get("name") in recipe_names():
+        return str(flat["name"])
+    agreeing = {}
+    for name in recipe_names():
+        wanted = _recipe_values(name)
+        same = [key for key, value in wanted.items() if flat.get(key) == value]
+        if all(key in same for key in wanted if key.startswith("model.")):
+            agreeing[name] = len(same)
+    return max(agreeing, key=agreeing.__getitem__, default=None)
+
+
+@cache
+def _recipe_values(name: str) -> dict[str, Any]:
+    return flatten(yaml.safe_load(find_recipe(name).read_text(encoding="utf-8")))
