@@ -28,6 +28,7 @@ from ingot.errors import OwnerError
 from ingot.parallel.coordinator import LocalCoordinator
 from ingot.parallel.executors.base import NamedParameter
 from ingot.parallel.layout import Layout
+from ingot.parallel.rank_env import RankEnv
 from ingot.training.checkpointer import Checkpointer
 from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.lease import Lease
@@ -78,7 +79,7 @@ def test_every_rank_of_an_orphan_ends_with_the_reason(tmp_path: Path, lease: Lea
         weight = torch.zeros(4)
         executor: Any = type("E", (), {
             "parameters": [NamedParameter("x", weight)], "parameter_shapes": {"x": (4,)}, "coordinator": coordinator,
-            "layout": Layout(),
+            "layout": Layout(), "rank_env": RankEnv(),
         })  # fmt: skip
         unused: Any = None
         optimizer = Optimizer(config.optimizer, {weight: "x"})

@@ -30,6 +30,7 @@ from ingot.errors import CheckpointError
 from ingot.parallel.coordinator import LocalCoordinator, StoreCoordinator
 from ingot.parallel.executors.base import NamedParameter
 from ingot.parallel.layout import Layout
+from ingot.parallel.rank_env import RankEnv
 from ingot.training.checkpointer import Checkpointer
 from ingot.training.optimizer import Optimizer
 
@@ -245,7 +246,9 @@ def test_closing_waits_for_a_slow_save_unless_other_ranks_may_be_dead(
     if ranks > 1:
         assert StoreCoordinator.last_save_seconds is not None
         coordinator.last_save_seconds = 0.05
-    executor: Any = SimpleNamespace(parameters=[], parameter_shapes={}, coordinator=coordinator, layout=Layout())
+    executor: Any = SimpleNamespace(
+        parameters=[], parameter_shapes={}, coordinator=coordinator, layout=Layout(), rank_env=RankEnv()
+    )
     unused: Any = None
     saving = Checkpointer(config, unused, executor, unused, unused)
     coordinator.world_size = ranks
@@ -334,7 +337,7 @@ def test_memory_for_the_first_save_is_prepared_once_unless_that_would_gather_all
     weight = torch.zeros(4)
     executor: Any = SimpleNamespace(
         parameters=[NamedParameter("x", weight)], parameter_shapes={"x": (4,)}, coordinator=LocalCoordinator(),
-        layout=Layout(),
+        layout=Layout(), rank_env=RankEnv(),
     )  # fmt: skip
     unused: Any = None
     saving = Checkpointer(config, unused, executor, Optimizer(config.optimizer, {weight: "x"}), unused)

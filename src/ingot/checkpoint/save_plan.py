@@ -185,12 +185,14 @@ def _difference(plans: dict[int, StagePlan], hashes: list[str], one: int, two: i
 
 
 def _files(own: list[Key], tensors: Tensors, rank: int, world: int) -> dict[str, list[Key]]:
-    """The files that a rank writes: wide types first, so that each tensor is aligned to its type without gaps."""
-    by_kind = {
-        kind: sorted((key for key in own if key[0] == kind), key=lambda key: -tensors[kind][key[1]].element_size())
-        for kind in sorted(tensors, key=lambda kind: kind != MODEL)
-    }
-    if world == 1:
-        return {file_name(kind, 0, 1): keys for kind, keys in by_kind.items() if keys}
-    joined = [key for keys in by_kind.values() for key in keys]
-    return {file_name(RANK, rank, world): joined}
+    """The files that a rank writes."""
+    ordered = file_order(own, tensors)
+    if world > 1:
+        return {file_name(RANK, rank, world): ordered}
+    kinds = dict.fromkeys(kind for kind, _ in ordered)
+    return {file_name(kind, 0, 1): [key for key in ordered if key[0] == kind] for kind in kinds}
+
+
+def file_order(keys: list[Key], tensors: Tensors) -> list[Key]:
+    """Weights first, and wide types first within each kind, so that each tensor is aligned to its type without gaps."""
+    return sorted(keys, key=lambda key: (key[0] != MODEL, key[0], -tensors[key[0]][key[1]].element_size()))

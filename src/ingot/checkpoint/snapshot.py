@@ -4,7 +4,9 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from ingot.parallel.dtensor import local
 class FileCopy:
     """What will be a file."""
 
+    whole: memoryview
     header: memoryview
     content: memoryview
     weights_bytes: int | None
@@ -34,13 +37,13 @@ class Snapshot:
     update of the weights waits for it.
     """
 
-    def __init__(self, tensors: Tensors, plan: SavePlan):
+    def __init__(self, tensors: Tensors, plan: SavePlan, allocate: Callable[[int], mmap.mmap] = partial(mmap.mmap, -1)):
         self.files: dict[str, FileCopy] = {}
         self._copies: list[tuple[str, str, Tensor]] = []
         chosen = [tensors[kind][name] for keys in plan.files.values() for kind, name in keys]
         self.on_gpu = any(local(tensor).is_cuda for tensor in chosen)
         for file, keys in plan.files.items():
-            self._allocate(file, keys, tensors)
+            self._allocate(file, keys, tensors, allocate)
         self._stream: Any = torch.cuda.Stream() if self.on_gpu else None
         self._todo: list[tuple[Tensor, Tensor]] = []
         self._done = threading.Event()
@@ -50,7 +53,7 @@ class Snapshot:
     def bytes(self) -> int:
         return sum(len(file.header) + len(file.content) for file in self.files.values())
 
-    def _allocate(self, file: str, keys: list[Key], tensors: Tensors) -> None:
+    def _allocate(self, file: str, keys: list[Key], tensors: Tensors, allocate: Callable[[int], mmap.mmap]) -> None:
         content = {key: local(tensors[key[0]][key[1]].detach()) for key in keys}
         weights = sum(tensor.nbytes for (kind, _), tensor in content.items() if kind == MODEL)
         gap = -weights % 8 if any(kind == OPTIMIZER for kind, _ in keys) else 0
@@ -58,7 +61,7 @@ class Snapshot:
         named += [(PADDING, torch.empty(gap, dtype=torch.uint8))] if gap else []
         named += [(name, tensor) for (kind, name), tensor in content.items() if kind != MODEL]
         header, total = header_of(dict(named)), sum(tensor.nbytes for _, tensor in named)
-        memory = mmap.mmap(-1, len(header) + max(total, 1))
+        memory = allocate(len(header) + max(total, 1))
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         memory[: len(header)] = header
@@ -68,7 +71,7 @@ class Snapshot:
         view, begin = memoryview(memory), 0
         both = 0 < weights < total
         self.files[file] = FileCopy(
-            view[: len(header)], view[len(header) : len(header) + total], len(header) + weights if both else None
+            view, view[: len(header)], view[len(header) : len(header) + total], len(header) + weights if both else None
         )
         for (kind, name), tensor in content.items():
             if kind != MODEL and begin == weights:

@@ -27,6 +27,7 @@ from ingot.config.run import RunConfig
 from ingot.errors import CheckpointError, DiskError, OwnerError, disk_error
 from ingot.parallel.executors.base import Executor
 from ingot.storage.object_store import is_url
+from ingot.training.host_copies import HostCopies
 from ingot.training.listener import Row, RunListener
 from ingot.training.optimizer import Optimizer
 from ingot.training.runtime.run_files import FINISHED, METRICS
@@ -60,8 +61,7 @@ class Checkpointer:
         self.writer = AsyncWriter(
             self.folder, self.coordinator, self.full, self._after_save, self.uploader, holders, confirm_owner
         )
-        self.before_update = self.writer.before_update
-        """To be called before each update of the weights: a copy of them may still be in progress."""
+        self.copies = HostCopies(config, clock, executor, listener)
         self._saved_at = time.monotonic()
         self._uploaded_step, self._uploaded_at = 0, time.monotonic()
         self._prepared = False
@@ -86,11 +86,21 @@ class Checkpointer:
             row[SAVED_STEP] = self.writer.saved_step
         return row
 
+    def before_update(self) -> None:
+        """To be called before each update of the weights: a copy of them may still be in progress."""
+        self.writer.before_update()
+        self.copies.before_update()
+
+    def copy(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Copy the state to the launcher's memory, in the background."""
+        self.copies.begin(step, self._own_tensors(), state)
+
     def after_step(self) -> None:
         """Forward messages of the background threads. After the first step, prepare the first save."""
         if not self._prepared and not self.full:  # otherwise it would gather all tensors
             self.writer.prepare(self._tensors())
         self._prepared = True
+        self.copies.after_step(self._own_tensors)
         self._forward_news()
 
     def _forward_news(self) -> None:
@@ -129,9 +139,15 @@ class Checkpointer:
         self._wait(self.coordinator.last_save_seconds)
 
     def _wait(self, timeout: float | None = None) -> None:
+        self.copies.wait(timeout)
         self.writer.wait(timeout)
         if self.uploader is not None:
             self.uploader.wait(timeout)
+
+    def _own_tensors(self) -> Tensors:
+        """All that this rank needs to continue."""
+        model = {p.name: p.tensor for p in self.executor.parameters}
+        return {MODEL: model, OPTIMIZER: self.optimizer.state_tensors()}
 
     def _tensors(self) -> Tensors:
         """Everything that a checkpoint holds, as far as this rank has it; with state_dict_type=full, rank 0 has all."""
@@ -178,10 +194,19 @@ class Checkpointer:
 
     # --- loading
 
-    def find(self) -> Manifest | None:
-        """The newest intact checkpoint of the run, the same on all ranks."""
+    def find(self, with_copies: bool = True) -> Manifest | None:
+        """The newest intact checkpoint of the run, or a newer copy in memory, the same on all ranks."""
         self._wait()
         self._forward_news()
+        if with_copies:
+            steps = steps_in(self.folder / CHECKPOINTS) if self.coordinator.is_first else []
+            if (copied := self.copies.find(max(steps, default=0))) is not None:
+                self._uploaded_step = max(steps, default=0)
+                self.writer.saved_step = max(steps, default=None)
+                self._saved_at = time.monotonic()
+                return copied
+        else:
+            self.copies.discard()
         remote = self.uploader.remote if self.uploader is not None else None
         manifest, problems = newest_good(self.folder, self.coordinator, remote)
         for problem in problems:
@@ -231,6 +256,10 @@ class Checkpointer:
 
     def load(self, manifest: Manifest) -> None:
         """Load weights and, where there is one, the optimizer's state."""
+        if self.copies.holds(manifest):
+            targets = [(p.name, p.tensor) for p in self.executor.parameters]
+            self.copies.load([*targets, *self.optimizer.state_slots(self.copies.training_state())])
+            return
         source = str(manifest.folder)
         self._fill(CheckpointTensors(manifest), source)
         for part in self.optimizer.parts.values():

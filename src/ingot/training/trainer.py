@@ -18,6 +18,7 @@ import torch
 from ingot.config.durations import Duration
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch, BatchLoader
+from ingot.errors import NumericError
 from ingot.evaluation.generated import PromptContinuations
 from ingot.evaluation.in_run import RunEvaluation
 from ingot.evaluation.validation import Evaluation
@@ -25,7 +26,7 @@ from ingot.parallel.executors.device import explaining_nondeterminism
 from ingot.parallel.rank_env import find_rank_env
 from ingot.storage.object_store import is_url
 from ingot.training.checkpointer import Checkpointer
-from ingot.training.guards import Action, Anomaly, Guard
+from ingot.training.guards import Action, Anomaly, CorruptReplica, Guard
 from ingot.training.listener import Row, RunListener
 from ingot.training.loss_scale import LossScale
 from ingot.training.microbatch_search import choose_microbatch, recording_oom
@@ -72,6 +73,10 @@ def train(config: RunConfig, listener: RunListener, fresh: bool = False) -> Resu
             result = trainer.fit()
             trainer.executor.close()
             return result
+    except (NumericError, CorruptReplica):
+        if trainer is not None:
+            trainer.checkpointer.copies.discard()  # what they hold is in doubt
+        raise
     except KeyboardInterrupt:
         if trainer is None:
             raise KeyboardInterrupt("interrupted before the first step") from None
@@ -153,10 +158,10 @@ class Trainer:
                     self.stop.doing = f"step {progress.batch + 1}"
                     batch = meter.next_batch(batches)
                     progress.batch += 1
-                    save_due = self._is_save_due()
+                    save_due, copy_due = self._is_save_due(), self.checkpointer.copies.is_due(progress.batch)
                     row: Row = {}
                     result = None if progress.is_skipped else run_step(self, batch, self._step)
-                    anomaly = self.guard.find_anomaly(wait=save_due)  # nothing is saved unjudged
+                    anomaly = self.guard.find_anomaly(wait=save_due or copy_due)  # nothing is kept unjudged
                     if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
                         batches.close()
                         batches = self._open_batches()
@@ -180,6 +185,8 @@ class Trainer:
                         self._continue_prompts()
                     if reason or save_due:
                         self._save(final=bool(reason) or progress.is_last)
+                    elif copy_due:
+                        self.checkpointer.copy(progress.batch, self._state)
         self.profiler.finish()
         if why := reason or (PROFILED if self.profiler.has_ended_run else ""):
             run.record_stop(why, progress.batch if reason else 0, progress.total)
@@ -261,7 +268,7 @@ class Trainer:
             run.samples.close()
             run.heartbeat.begin(SAVE)  # reading a checkpoint may take longer than a step
             progress.batch = -1
-            state = self._resume()
+            state = self._resume(with_copies=False)  # they may be later than the fault
             if progress.batch < 0:
                 raise anomaly.error(" and there is no checkpoint yet to go back to")
             self.listener.rewind(progress.batch, state)
@@ -339,9 +346,9 @@ class Trainer:
             "recomputed": str(executor.recompute),
         }  # fmt: skip
 
-    def _resume(self) -> dict[str, Any] | None:
-        """Continue from the newest good checkpoint, if there is one. Return the listener's state in it."""
-        manifest, config = self.checkpointer.find(), self.config
+    def _resume(self, with_copies: bool = True) -> dict[str, Any] | None:
+        """Continue from the newest good checkpoint or copy, if there is one. Return the listener's state in it."""
+        manifest, config = self.checkpointer.find(with_copies), self.config
         if manifest is None:
             if config.load_path is not None and is_url(config.load_path) and self.progress.batch == 0:
                 self.checkpointer.load_weights(config.load_path)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ingot.checkpoint.copy_memory import CopyKeeper
 from ingot.errors import EXIT_FAULT, IngotError
 from ingot.launch.agent.attempt import STOP_SIGNALS
 from ingot.launch.agent.client import RECONNECT_SECONDS, SupervisorAddress, SupervisorLink, SupervisorRefused
@@ -75,7 +76,7 @@ class ClusterAgent:
             self.run_folder = Path(self.spec.run_folder)
         except (IngotError, OSError) as error:
             self.problem = f"{error}; does this node share the run folder?"
-        self._has_entered = False
+        self._has_entered, self._copies = False, CopyKeeper(0)
         self._preflight: NodePreflight | None = None
         self._ranks: NodeRanks | None = None
         self._last_evidence: tuple[int, NodeEvidence] | None = None
@@ -200,7 +201,8 @@ class ClusterAgent:
         """Set the variables and the working directory of the ranks, once."""
         spec = self._usable_spec()
         if not self._has_entered:
-            self.env = enter_environment(spec, self.env)
+            self._copies = CopyKeeper(spec.processes if spec.verb == "train" else 0)
+            self.env = self._copies.environment(enter_environment(spec, self.env))
             self._has_entered = True
         return spec
 
@@ -262,6 +264,7 @@ class ClusterAgent:
         if self._preflight is not None:
             self._preflight.end()
         self._close_listener()
+        self._copies.close()
 
     def _close_listener(self) -> None:
         if self._listener is not None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from ingot.checkpoint.copy_memory import inherited
 from ingot.errors import EXIT_CONTINUE
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
 from ingot.launch.agent.failure import FAILURE_VARIABLE, Failure, read_failure, read_written
@@ -115,9 +116,9 @@ class RankGroup:
             # in a job, the home folder is a shared one: kernels are cached on the node's disk
             env.setdefault("TRITON_CACHE_DIR", str(self.folder / "triton"))
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // node.processes)))
-        descriptors: tuple[int, ...] = ()
+        descriptors = inherited(plan.env, local_rank)
         if listener is not None and rank == 0:  # it inherits the open port, which nobody else can take
-            descriptors = (listener.fileno(),)
+            descriptors += (listener.fileno(),)
             env[STORE_FD] = str(listener.fileno())
         with (plan.logs / f"rank-{rank}.log").open("ab") as log:
             self.processes[rank] = subprocess.Popen(

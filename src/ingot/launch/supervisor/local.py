@@ -9,8 +9,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
+from ingot.checkpoint.copy_memory import CopyKeeper
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, disk_error
 from ingot.launch.agent.attempt import Outcome, StopNow, run_attempt
 from ingot.launch.agent.local_ranks import Node
@@ -28,6 +30,11 @@ def run_processes(arguments: Sequence[str], node: Node, run: Path, env: Mapping[
         mark_start(run)
     except OSError as error:
         raise disk_error("write the run folder", run, error) from None
+    with closing(CopyKeeper(node.processes if arguments[0] == "train" else 0)) as copies:
+        return _run_attempts(arguments, node, run, copies.environment(env), copies)
+
+
+def _run_attempts(arguments: list[str], node: Node, run: Path, env: Mapping[str, str], copies: CopyKeeper) -> int:
     for number in range(1, sys.maxsize):
         before = newest_checkpoint(run)
         try:
@@ -45,7 +52,9 @@ def run_processes(arguments: Sequence[str], node: Node, run: Path, env: Mapping[
         where += f", in batch {outcome.batch}" if outcome.batch > 0 else ""
         decision = _decide(outcome, node, run)
         if decision.restart:
-            what = decision.reason or f"attempt {number + 1} starts from batch {newest}"
+            copied = copies.newest()
+            where_from = f"the copy of batch {copied} in host memory" if copied > newest else f"batch {newest}"
+            what = decision.reason or f"attempt {number + 1} starts from {where_from}"
             print(f"{failure.message}; {where}; {what}", file=sys.stderr)
             time.sleep(decision.wait_seconds)
             continue

@@ -23,8 +23,8 @@ EXECUTION = ("name", "max_wall_time", "hang_timeout", "startup_timeout", "save_t
              "device", "device_train_microbatch_size", "activation_checkpointing", "compile", "deterministic",
              "parallel", "log_interval", "loggers", "profiler", "generate", "data.prefetch_batches", "data.train.path",
              "data.eval", "tokenizer", "save_interval", "save_num_checkpoints_to_keep", "save_keep_every",
-             "save_weights_only", "state_dict_type", "remote_save", "eval_interval", "eval.", "eval_first", "icl_",
-             "device_eval_batch_size", "max_duration")  # fmt: skip
+             "snapshot_interval", "save_weights_only", "state_dict_type", "remote_save", "eval_interval", "eval.",
+             "eval_first", "icl_", "device_eval_batch_size", "max_duration")  # fmt: skip
 
 
 def open_run_folder(config: RunConfig, fresh: bool) -> Lease:
