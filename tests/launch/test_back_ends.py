@@ -225,6 +225,8 @@ def test_an_earlier_job_that_is_held_keeps_the_run_folder_and_its_reason_is_show
         refused = ingot(*command, check=False)
         assert refused.returncode == 2 and "already has a job: 41: SPECIAL_EXIT (job requeued" in refused.stderr
     assert not calls["sbatch"].exists() and len(LaunchFolder(run).jobs()) == 2
+    assert "it will end when it starts; `ingot stop --now" in ingot("stop", str(run)).stdout and (run / "STOP").exists()
+    assert "@" in (run / "STOP").read_text()  # who asked
     ingot("stop", "--now", str(run))
     assert calls["scancel"].read_text() == '["41"]\n'
 

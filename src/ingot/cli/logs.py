@@ -19,7 +19,9 @@ def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing lines as they are written.")] = False,
     rank: Annotated[int | None, typer.Option("--rank", help="Log of this rank. Default: the main log.")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="First causes, then the logs of failed ranks.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Causes, then the log of the rank that failed last.")
+    ] = False,
 ) -> None:
     """Show or follow the logs of a run.
 

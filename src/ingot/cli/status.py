@@ -17,6 +17,9 @@ app = typer.Typer(add_completion=False)
 def status(run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show state, step, loss, speed and failures of a run.
 
+    Of a launched run also since when it is in that state, what happens next
+    and why, its attempts with cause and node, and the command that helps.
+
     Examples:
       ingot status runs/mpt-30b
       ingot status 12345 --json

@@ -18,8 +18,8 @@ def stop(
 ) -> None:
     """Ask a run to save and stop.
 
-    It stops after its current step. The same command, or
-    `ingot launch resume`, continues it.
+    It stops after its current step, and a job that waits in the queue ends
+    when it starts. The same command, or `ingot launch resume`, continues it.
 
     Examples:
       ingot stop runs/mpt-30b

@@ -96,6 +96,9 @@ def stop_run(run: Path, now: bool) -> str:
     (run / STOP).write_text(f"{getpass.getuser()}@{socket.gethostname()}, {asked}\n", encoding="utf-8")
     if now or launched_verb(run) == "prepare":  # a preparation loses only the pieces that it is working on
         return f"{run}: {end_jobs(run)}"
+    waiting = [state for state in job_states(run) or () if state.is_living]
+    if waiting and not any(state.is_running for state in waiting):
+        return f"job {waiting[0]}: it will end when it starts; `ingot stop --now {run}` takes it out of the queue"
     return f"asked {run} to save and stop after its current step"
 
 
