@@ -360,6 +360,22 @@ def test_each_tracker_goes_on_over_a_change_of_the_layout(data: Path, tmp_path: 
     assert len(read.wandb_runs(first.folder)) == 1 and len(read.comet_keys(first.folder)) == 1
 
 
+def test_tensorboard_shows_the_config_the_fork_and_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, {1: 1.0, 2: 2.0})
+    run = TrackedRun(
+        "r", folder, {"model": {"n_layers": 7}, "name": "a|b"}, id=None, group="r", forked_from="runs/before"
+    )
+    for _ in range(2):
+        feed = Feed("tensorboard", make_tracker(LoggersConfig.model_validate({"tensorboard": {}}), "tensorboard"), run)
+        feed.open()
+        feed.send()
+        feed.close(crashed=False)
+    ((step, text),) = read.tensorboard_texts(folder, "config")
+    assert step == 0 and "| starts from | runs/before |" in text and r"| model.n\_layers | 7 |" in text
+    assert "stopped at batch 2" in read.tensorboard_texts(folder, "events/state")[-1][1]
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -4,6 +4,7 @@ steps that it repeats: the viewer drops them."""
 import time
 from typing import Any
 
+from ingot.config.dotted_keys import flatten
 from ingot.config.training import TensorBoardConfig
 from ingot.report.trackers.base import Summary, TrackedRun, Tracker, Values
 from ingot.training.runtime.run_files import TENSORBOARD
@@ -21,6 +22,9 @@ class TensorBoard(Tracker):
 
         self.writer = EventFileWriter(self.config.log_dir or str(run.folder / TENSORBOARD))
         self.rewind(after)
+        if after < 0:  # the first time: the purge of a later one would begin behind it
+            about = {"starts from": run.forked_from} if run.forked_from else {}
+            self.table(0, "config", ["key", "value"], [list(item) for item in (about | flatten(run.config)).items()])
         return run.id or run.name
 
     def rewind(self, step: int) -> bool:
@@ -50,6 +54,7 @@ class TensorBoard(Tracker):
         self.writer.flush()
 
     def close(self, summary: Summary) -> None:
+        self.event(summary.step, "state", f"{summary.state} at batch {summary.step}")
         self.writer.close()
 
     def _add(self, step: int, content: Any) -> None:

@@ -56,4 +56,5 @@ class Trackio(Tracker):
         self.run.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
 
     def close(self, summary: Summary) -> None:
+        self.run.alert(summary.state, f"at batch {summary.step}", step=summary.step)
         self.run.finish()
