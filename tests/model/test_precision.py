@@ -205,3 +205,14 @@ def test_fp8_falls_back_to_bf16_with_the_reason_where_the_hardware_lacks_it() ->
     notes = attach(model, device=CPU, precision="fp8")
     assert f"bf16 instead of fp8: {why_no_fp8(CPU)}" in notes
     assert type(model.blocks["0"].mlp.up) is Bf16Linear
+
+
+@pytest.mark.parametrize(
+    ("precision", "tensor_parallel"), [("fp32", False), ("fp16", False), ("bf16", False), ("bf16", True)]
+)
+def test_on_a_cpu_only_the_attention_is_told_of(precision: str, tensor_parallel: bool) -> None:
+    model = build_model(ModelConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=50, max_seq_len=16), 1, CPU)
+    (note,) = attach(model, device=CPU, precision=precision, tensor_parallel=tensor_parallel)
+    assert note.startswith("attention: sdpa")
+    linear = [layer for layer in model.blocks.modules() if isinstance(layer, Bf16Linear)]
+    assert bool(linear) == (precision == "bf16" and not tensor_parallel)

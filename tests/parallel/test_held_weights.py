@@ -80,6 +80,13 @@ def test_gradients_equal_those_of_one_process(world: World, precision: str, monk
             parameter.tensor.grad = None
 
 
+def test_one_process_finds_the_same_with_weights_that_are_cast_for_each_use() -> None:
+    held, cast_each = (
+        gradients(build_single(config("bf16"), CPU, False, NoMessages()), hold) for hold in (True, False)
+    )
+    assert all(torch.equal(cast_each[name], gradient) for name, gradient in held.items())
+
+
 def test_the_backward_pass_adds_to_the_buffer_that_fsdp2_reduces(world: World) -> None:
     """A guard for a private attribute of torch: autograd must get no gradient of a matrix."""
     executor = build_distributed(config("bf16"), Layout(), world, CPU, False, NoMessages())
