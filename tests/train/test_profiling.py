@@ -149,6 +149,16 @@ def test_a_signal_in_the_middle_writes_what_is_profiled_and_the_rest_follows(dat
     assert [table.steps for table in read_profiles(stopped.folder)] == [first.steps, (first.steps[1] + 1, 18)]
 
 
+def test_a_run_that_is_only_profiled_is_not_saved_when_it_is_stopped(data: Path, tmp_path: Path) -> None:
+    slow = {"kind": "slow", "rank": 0, "batch": 1, "seconds": 0.2, "attempts": "all"}
+    only = ["profiler.steps=22", "profiler.end_run=true", "save_interval=0ba"]
+    stopped = Run(data, tmp_path / "run", *only, nproc=1, **slow).start()
+    stopped.wait_for_batch(3)
+    stopped.process.send_signal(signal.SIGINT)
+    stopped.process.communicate(timeout=100)
+    assert (stopped.folder / "stopped.json").exists() and not (stopped.folder / "checkpoints").exists()
+
+
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()

@@ -183,7 +183,7 @@ class Trainer:
                         self._handle(anomaly)
                     if not reason and self._is_generation_due(save_due):
                         self._continue_prompts()
-                    if reason or save_due:
+                    if save_due or (reason and not self.config.profiler.end_run):
                         self._save(final=bool(reason) or progress.is_last)
                     elif copy_due:
                         self.checkpointer.copy(progress.batch, self._state)
