@@ -59,7 +59,7 @@ def test_a_run_on_kubernetes_has_a_status_is_ended_and_launched_again(
     )
     for name in (str(run), job.id):
         said = ingot("status", name).stdout
-        assert "state: starting" in said and f"job {job.id}: RUNNING" in said
+        assert "state: starting" in said and f"job {job.id} (attempts {job.id[-6:]}.*): RUNNING" in said
     assert called(kubectl) == ["--namespace", "team", "get", "jobset", job.id, "--ignore-not-found", "--output=json"]
     again = ingot("launch", "resume", str(run), check=False)
     assert again.returncode == 2 and "already has a job" in again.stderr
@@ -279,7 +279,7 @@ def test_objects_of_several_launches_are_asked_about_at_once(tmp_path: Path, mon
         {"metadata": {"name": name}, "status": {"replicatedJobsStatus": [{"active": 1}]}} for name in ("old", "new")
     ]
     calls = put_on_path(monkeypatch, tmp_path / "bin", "kubectl", f"print({json.dumps({'items': items})!r})")
-    assert job_states(tmp_path) == [JobState("old", "RUNNING"), JobState("new", "RUNNING")]
+    assert job_states(tmp_path) == [JobState("old", "RUNNING", number="old"), JobState("new", "RUNNING", number="new")]
     assert called(calls)[2:6] == ["get", "jobset", "old", "new"]
 
 

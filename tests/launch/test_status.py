@@ -126,7 +126,7 @@ def test_a_queued_job_says_why_it_waits_and_why_it_is_there_again() -> None:
     assert job.close(Cause("device", "Xid 79", "n1", is_local=True)) == "requeue"
     found = describe(facts(job, jobs=[JobState("7", "PENDING", "Resources: it waits for free nodes")]))
     assert found.state == "queued"
-    assert found.next == ("job 7 is PENDING: Resources: it waits for free nodes; it was queued again because without n1 too few "
+    assert found.next == ("job 7 is PENDING: Resources: it waits for free nodes; it was queued again: without n1 too few "
                           "nodes are left; other nodes are needed")  # fmt: skip
     held = describe(facts(job, jobs=[JobState("7", "PENDING", "JobHeldAdmin: an administrator holds it")]))
     assert held.state == "held" and not held.advice
@@ -155,6 +155,9 @@ def test_a_stop_says_who_asked_and_a_cancelled_job_who_cancelled_it() -> None:
     found = describe(facts(job, jobs=[JobState("7", "CANCELLED")], cancelled_by="ada"))
     assert found.state == "stopped: a signal asked it to stop (SIGTERM), cancelled by ada"
     assert found.next == "nothing by itself; the command below continues from batch 5"
+    held = describe(facts(job, jobs=[JobState("7", "PENDING", "job requeued in held state: it is held")]))
+    assert held.state == "held" and held.advice == "scontrol release 7"  # it goes on when it is released
+    assert held.next.endswith("it was queued again: a signal asked it to stop (SIGTERM)")
     job = start()
     job.open()  # killed before it could say anything
     found = describe(facts(job, jobs=[JobState("7", "CANCELLED")]))
@@ -271,8 +274,10 @@ def test_requeues_and_cancellation_are_shown(run: Path, tmp_path: Path, monkeypa
 
 
 def test_an_object_of_kubernetes_has_started_as_often_as_its_pods() -> None:
-    status = Status("running", jobs={"mine-0abc12": "RUNNING", "7": "RUNNING"}, job_starts={"0abc12": 3, "17": 5})
-    assert "job mine-0abc12: RUNNING, started again 2 times" in status.lines() and "job 7: RUNNING" in status.lines()
+    status = Status("running", jobs={"mine-0abc12": "RUNNING", "7": "RUNNING"}, job_starts={"0abc12": 3, "17": 5},
+                    job_numbers={"mine-0abc12": "0abc12"})  # fmt: skip
+    assert "job mine-0abc12 (attempts 0abc12.*): RUNNING, started again 2 times" in status.lines()
+    assert "job 7: RUNNING" in status.lines()
 
 
 def test_a_damaged_state_file_is_a_warning_and_the_rest_is_shown(run: Path) -> None:
@@ -312,11 +317,17 @@ def test_errors_are_those_of_the_rank_and_attempt_that_failed(run: Path) -> None
             path.write_text(text if rank == 2 else "another rank\n")
     (run / "logs" / "7.0.1" / "stacks-2.txt").write_text("File a.py, line 3\n")
     lines = error_lines(run)
-    assert "7.0.1 on n1, n2" in lines[0] and "rank 2 does not answer" in lines[0]
+    assert (
+        lines[0].count("rank 2 does not answer") == 1
+        and "7.0.1 on n1, n2" in lines[0]
+        and "rank 2 does not answer" in lines[0]
+    )
     assert lines[1:] == ["", f"the end of {run}/logs/7.0.1/rank-2.log:", "the place", "", f"the end of {run}/logs/7.0.1/stacks-2.txt:",
                          "File a.py, line 3"]  # fmt: skip
     (run / "logs" / "7.0.1" / "rank-2.log").write_text("")  # it could not write: then the stacks alone
-    assert "rank-2.log" not in "\n".join(error_lines(run))
+    (run / "launch" / "output").mkdir()
+    (run / "launch" / "output" / "7.0.0.0.out").write_text("of all attempts\n")
+    assert "rank-2.log" not in "\n".join(error_lines(run)) and "of all attempts" not in error_lines(run)
 
 
 def test_errors_of_a_node_that_never_got_to_its_ranks_are_what_it_printed(run: Path) -> None:

@@ -53,7 +53,8 @@ class AttemptView:
         elif self.culprit:
             where.append(f"node {self.culprit}")
         text += f" ({', '.join(where)})" if where else ""
-        return text + (f"; then {self.then}: {self.reason}" if self.then else "")
+        why = f": {self.reason}" if self.reason != self.message else ""
+        return text + (f"; then {self.then}{why}" if self.then else "")
 
 
 @dataclass

@@ -41,6 +41,8 @@ class JobState:
     """Why it waits, if the back end says so."""
     end: str = ""
     """When its time limit is over, if it runs and has one."""
+    number: str = ""
+    """The id by which it knows itself, where that differs: an element of an array, an object of Kubernetes."""
 
     @property
     def is_living(self) -> bool:
@@ -132,7 +134,11 @@ def _ask(run: Path, back_end: str, jobs: Sequence[Job]) -> list[JobState] | None
         queued = queued_jobs([job.id for job in jobs])
         if queued is None:
             return None
-        return [JobState(q.id, q.state, explain(q), q.end) for q in queued if belongs_to(q, LaunchFolder(run).path)]
+        return [
+            JobState(q.id, q.state, explain(q), q.end, "" if q.number == q.id else q.number)
+            for q in queued
+            if belongs_to(q, LaunchFolder(run).path)
+        ]
     if back_end == "local":
         return [JobState(job.id, "RUNNING") for job in jobs if _is_launcher(job)]
     try:
@@ -140,7 +146,7 @@ def _ask(run: Path, back_end: str, jobs: Sequence[Job]) -> list[JobState] | None
         states = kubectl.object_states(namespace, kind, [job.id for job in jobs])
     except IngotError:
         return None
-    return [JobState(name, state) for name, state in states.items()]
+    return [JobState(name, state, number=name.rpartition("-")[2]) for name, state in states.items()]
 
 
 def _end(job: Job) -> None:

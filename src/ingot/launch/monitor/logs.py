@@ -63,9 +63,8 @@ def _evidence(run: Path, attempt: str, rank: int, kind: str) -> list[Path]:
     """The files that show why an attempt failed: of its failing rank, or, without one, what its nodes printed."""
     folder = run / LOGS / attempt if (run / LOGS / attempt).is_dir() else run / LOGS
     paths = [folder / f"rank-{rank}.log"] + [folder / f"stacks-{rank}.txt"] * (kind == "hang") if rank >= 0 else []
-    found = [path for path in paths if _has_content(path)]
-    if found:
-        return found
+    if rank >= 0 and any(path.exists() for path in paths):
+        return [path for path in paths if _has_content(path)]
     output = LaunchFolder(run).path / "output"
     printed = [*output.glob(f"{attempt}.*.out"), *output.glob(f"{attempt.rpartition('.')[0]}.*.out")]
     return sorted(path for path in printed if _has_content(path))[:MOST_FILES] or LaunchFolder(run).slurm_logs()[-1:]

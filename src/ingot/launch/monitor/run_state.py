@@ -7,7 +7,7 @@ from datetime import datetime
 from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.monitor.job_states import JobState
 from ingot.launch.monitor.owner import LivingOwner
-from ingot.launch.supervisor.history import History
+from ingot.launch.supervisor.history import LAUNCH_ENDING_STOPS, History
 from ingot.launch.supervisor.judge import launch_end
 from ingot.launch.supervisor.records import Judged, PhaseBegan
 
@@ -80,6 +80,9 @@ def describe(facts: Facts) -> RunState:
         return RunState("finished", facts.finished or (end.time if end else ""))
     if facts.owner is not None:
         return _training(facts)
+    stop = facts.history.stop
+    if end is not None and end.action == "stop" and stop is not None and stop.reason not in LAUNCH_ENDING_STOPS:
+        end = None if facts.living else end  # the cluster stopped it, and will start it again
     if end is not None:
         return _ended(facts, end)
     if facts.halted is not None:
@@ -139,7 +142,7 @@ def _queued(facts: Facts) -> RunState:
     last = facts.history.judgments[-1] if facts.history.judgments else None
     since = last.time if last is not None else facts.history.launched.time if facts.history.launched else ""
     waits = f"job {job.id} is {job.state}" + (f": {job.reason}" if job.reason else "")
-    again = f"; it was queued again because {last.reason}" if last is not None and last.action == "requeue" else ""
+    again = f"; it was queued again: {last.reason}" if last is not None and last.action in ("requeue", "stop") else ""
     if _is_held(job):
         return RunState("held", since, f"{waits}{again}", _release(job))
     if job.state in PAUSED:

@@ -67,8 +67,10 @@ class Status:
     """States of the jobs of the last launch, and of earlier ones that still live."""
     waits_for: dict[str, str] = field(default_factory=dict)
     """Why living jobs do not run, in the words of Slurm."""
+    job_numbers: dict[str, str] = field(default_factory=dict)
+    """The ids by which jobs know themselves, and with which names of attempts begin, where they differ."""
     job_starts: dict[str, int] = field(default_factory=dict)
-    """How often each job of the last launch has started."""
+    """How often each job of the last launch has started, by these ids."""
     nodes: list[str] = field(default_factory=list)
     """Those of the last attempt."""
     spares: list[str] = field(default_factory=list)
@@ -92,10 +94,10 @@ class Status:
         out += [f"warning: {warning}" for warning in self.warnings]
         out += self._progress()
         for job, state in self.jobs.items():
-            again = (
-                self.job_starts.get(job, self.job_starts.get(job.rpartition("-")[2], 1)) - 1
-            )  # an object's name ends in it
-            out.append(f"job {job}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else "")
+            number = self.job_numbers.get(job, job)
+            again = self.job_starts.get(number, 1) - 1
+            name = job if number == job else f"{job} (attempts {number}.*)"
+            out.append(f"job {name}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else "")
                        + (f", started again {count_of(again, 'time')}" if again > 0 else ""))  # fmt: skip
         out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
         out += self._attempts()
@@ -173,6 +175,7 @@ def read_status(run: Path) -> Status:
         checkpoint=facts.checkpoint, attempts=len(attempts) or _attempts(run), attempt_list=attempts,
         failures=read_all_failures(run), jobs={job.id: job.state for job in facts.jobs or ()},
         waits_for={job.id: job.reason for job in facts.living if job.reason}, job_starts=_starts(launches),
+        job_numbers={job.id: job.number for job in facts.jobs or () if job.number},
         nodes=attempts[-1].nodes if attempts else [],
         spares=[node for node in history.usable_nodes() if node not in attempts[-1].nodes] if attempts else [],
         nodes_out=nodes_out(launches), strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),

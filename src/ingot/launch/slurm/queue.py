@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ingot.errors import IngotError
 from ingot.launch.programs import output_of
 
-_FIELDS = {"JOBID": "%i", "STATE": "%T", "COMMAND": "%o", "END_TIME": "%e", "REASON": "%r"}
+_FIELDS = {"JOBID": "%i", "STATE": "%T", "COMMAND": "%o", "END_TIME": "%e", "REASON": "%r", "NUMBER": "%A"}
 
 MEANINGS = {
     "JobHeldUser": "its user holds it: `scontrol release {id}` lets it start",
@@ -43,6 +43,8 @@ class QueuedJob(NamedTuple):
     """When its time limit is over, by the cluster's clock; empty if it does not run or has no limit."""
     reason: str = ""
     """Why it does not run; empty if there is no reason."""
+    number: str = ""
+    """Of an element of an array, the job id by which it knows itself."""
 
 
 def queued_jobs(jobs: Sequence[str]) -> list[QueuedJob] | None:
@@ -80,9 +82,9 @@ def belongs_to(job: QueuedJob, launch: Path) -> bool:
 
 def _parse(line: str) -> QueuedJob:
     id, state, *rest = line.strip().split("|", len(_FIELDS) - 1)
-    command, end, reason = (*rest, "", "", "")[:3]
+    command, end, reason, number = (*rest, "", "", "", "")[:4]
     running_until = end if state == "RUNNING" and end not in ("N/A", "Unknown", "NONE") else ""
-    return QueuedJob(id, state, command, running_until, "" if reason in ("None", "(null)") else reason)
+    return QueuedJob(id, state, command, running_until, "" if reason in ("None", "(null)") else reason, number or id)
 
 
 def canceller(job: str) -> str:
