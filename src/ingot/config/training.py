@@ -211,7 +211,7 @@ class ProfilerConfig(Section):
     """Steps to profile, for example 10-13 (at most 20). Each rank writes a table of its time and a trace for Perfetto
     to profile/ in the run folder."""
     end_run: bool = False
-    """End the run after these steps, as `ingot profile` does. Neither its end nor a stop before it saves a checkpoint."""
+    """End the run after these steps, as `ingot profile` does. Neither that nor a stop before it saves a checkpoint."""
     memory_history: bool = False
     """On a GPU, record every allocation, and when memory runs out write PyTorch's own snapshot (a pickle, for
     https://pytorch.org/memory_viz) next to the report of what filled it. Costs some speed."""
