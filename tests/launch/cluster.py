@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "ip")
+SMALL_BYTES = 48 << 20
 PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2")
 NODE = """
 hostname "$1"
@@ -99,11 +100,14 @@ class Cluster:
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(),
                                  "INGOT_LAUNCH_DEFAULTS": defaults}  # fmt: skip
         self.processes: dict[str, subprocess.Popen] = {}
+        self.small = folder / "small"
+        """A disk that all nodes share, of a few megabytes."""
 
     def start(self) -> None:
         folder = self.folder
-        for name in ("state", "spool"):
+        for name in ("state", "spool", "small"):
             (folder / name).mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SMALL_BYTES}", "none", str(self.small)], check=True)
         key = folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
@@ -169,9 +173,22 @@ class Cluster:
         """The node dies, with everything that runs on it."""
         self._end(name)
 
+    def restore(self) -> None:
+        """All nodes up, idle, and without what a test has mounted or cut."""
+        self.ask("scancel", "--full", "--signal=KILL", "--user=root")
+        for i in range(1, self.nodes + 1):
+            if f"n{i}" in self.processes:
+                self._end(f"n{i}")
+        for i in range(1, self.nodes + 1):
+            self.start_node(f"n{i}")
+            self.ask("scontrol", "update", f"NodeName=n{i}", "State=RESUME")
+        idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
+        _wait(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
+
     def stop(self) -> None:
         for name in list(self.processes):
             self._end(name)
+        subprocess.run(["umount", "--lazy", str(self.small)], capture_output=True)
         shown = subprocess.run(
             ["ip", "-o", "link", "show", "master", self.bridge], capture_output=True, text=True, env=self.env
         )

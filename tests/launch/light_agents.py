@@ -235,6 +235,9 @@ class LightCluster:
                 self.all_agents.append(agent)
                 self.tasks.append(asyncio.ensure_future(agent.run()))
 
+    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
+        pass
+
     async def end_agents(self) -> None:
         for task in self.tasks:
             task.cancel()
@@ -242,9 +245,6 @@ class LightCluster:
 
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return [item for item in self.lost if item.node in nodes]
-
-    async def seconds_left(self) -> float | None:
-        return None
 
     async def is_answering(self) -> bool:
         return self.answers

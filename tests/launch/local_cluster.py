@@ -59,6 +59,9 @@ class LocalCluster:
                     env={**os.environ, **env, **own}, stdout=output, stderr=output,
                 )  # fmt: skip
 
+    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
+        pass
+
     async def end_agents(self) -> None:
         for agent in self.agents.values():
             agent.kill()

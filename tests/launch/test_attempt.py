@@ -15,16 +15,14 @@ from typing import IO
 
 import pytest
 from conftest import TINY
-from specs import spec
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.agent import hang_diagnosis, node_agent
+from ingot.launch.agent import hang_diagnosis
 from ingot.launch.agent.attempt import run_attempt
 from ingot.launch.agent.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.rank_group import own_folder
 from ingot.launch.protocol import ATTEMPT_VARIABLE
-from ingot.launch.supervisor.restart_policy import decide_restart
 from ingot.training.runtime.heartbeat import Beat
 
 
@@ -64,36 +62,6 @@ def test_a_signal_that_asked_for_nothing_is_a_failure_elsewhere(data: Path, tmp_
     assert (
         outcome.failure.message == OTHER_NODE_FAILED and outcome.failure.is_consequence
     )  # and this node is not blamed
-
-
-@pytest.mark.parametrize(
-    ("signals", "changes", "file", "stops"),
-    [
-        ([signal.SIGTERM], {}, None, False),  # srun's own
-        ([signal.SIGTERM], {}, "launch/stop.7.0", False),  # of an earlier start of the job
-        ([signal.SIGTERM], {}, "launch/stop.7.1", True),
-        ([signal.SIGTERM], {}, "STOP", True),
-        ([signal.SIGTERM, signal.SIGUSR2], {}, None, True),  # srun never sends this one
-        ([signal.SIGTERM], {"nodes": 1}, None, True),  # no other task that could have failed
-    ],
-)
-def test_on_several_nodes_a_term_counts_as_a_stop_only_if_one_was_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int], changes: dict[str, int], file: str | None,
-    stops: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(node_agent, "PATIENCE_SECONDS", 0.1)
-    launch = spec(run_folder=str(tmp_path), workdir=str(tmp_path), image=None, **changes)
-    launch.folder.mkdir()
-    if file:
-        (tmp_path / file).touch()
-    node = node_agent.NodeAgent(launch, {"SLURM_JOB_ID": "7", ATTEMPT_VARIABLE: "7.1.2"})
-    assert node._is_stop_request(signals) is stops
-
-
-def test_two_nodes_that_lost_their_peer_in_one_attempt_are_one_failure(tmp_path: Path) -> None:
-    line = {"kind": "machine", "message": OTHER_NODE_FAILED, "progress": False}
-    assert decide_restart([line | {"attempt": attempt} for attempt in ("7.0.1", "7.0.1", "7.0.2")]).restart
-    assert not decide_restart([line | {"attempt": attempt} for attempt in ("7.0.1", "7.0.2", "7.0.3")]).restart
 
 
 def test_a_failure_is_recorded_even_if_it_cannot_be_printed(tmp_path: Path) -> None:

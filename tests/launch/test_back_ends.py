@@ -19,7 +19,7 @@ from ingot.launch.monitor.job_states import JobState, is_living, job_states
 from ingot.launch.monitor.status import Status, _pieces, read_status
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import read_spec
-from ingot.launch.supervisor.restart_policy import newest_checkpoint
+from ingot.launch.supervisor.progress import newest_checkpoint
 
 # answers `get` with the file `object`, keeps what is applied in `applied`
 KUBECTL = """

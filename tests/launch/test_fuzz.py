@@ -21,7 +21,7 @@ from specs import LAUNCH, VALUES
 
 from ingot.errors import ConfigError
 from ingot.launch.kubernetes.objects import render as render_manifest
-from ingot.launch.slurm.script import render_scripts, script_body
+from ingot.launch.slurm.script import render_scripts, script_body, srun_options
 from ingot.launch.spec import LaunchSpec, make_spec
 
 TOUCH = "touch CANARY"
@@ -37,7 +37,7 @@ OPTIONS = {
     "requeue", "open-mode", "output", "time", "signal", "array", "no-kill", "partition", "account", "qos",
     "reservation", "constraint", "exclude", "mail-user", "mail-type",
 }  # fmt: skip
-SHOW = 'printf "%s\\0" "$RUN" "$SPEC_FILE" "$HALT_FILE" "$PYTHON" "$NODES" "$IMAGE" "$STAGE" "${SRUN[@]}"'
+SHOW = 'printf "%s\\0" "$SUPERVISOR_PYTHON" "$SPEC_FILE"'
 
 
 def put(field: str, value: str) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,8 @@ def rendered(spec: LaunchSpec, turn: int) -> Iterator[tuple[str, str]]:
 
 def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     """Options, then values, then a packaged file as it is; the shell reads back the same values; nothing else happens."""
-    (body,) = (body for name in ("job.sh", "prepare_array.sh") if text.endswith(body := script_body(name)))
+    body = script_body("job.sh")
+    assert text.endswith(body)
     head = text.removesuffix(body)
     lines = head.splitlines()
     values = [line for line in lines if re.match("[A-Z_]+=", line)]
@@ -87,20 +88,17 @@ def check_script(spec: LaunchSpec, text: str, folder: Path) -> None:
     names = [line.removeprefix("#SBATCH --").partition("=")[0] for line in options]
     own = {option.removeprefix("--").partition("=")[0] for option in spec.sbatch_args}
     assert len(set(names)) == len(names) and set(names) <= OPTIONS | own
-    assert len(lines) == 2 + len(options) + 1 + len(values), head  # and a comment
-    assert len({line.partition("=")[0] for line in values}) == len(values) and values[-1].startswith("SRUN=(")
+    assert len(lines) == 2 + len(options) + len(values), head
+    assert [line.partition("=")[0] for line in values] == ["SUPERVISOR_PYTHON", "SPEC_FILE"]
     assert "\r" not in head
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     run = subprocess.run(["bash", "-c", head + SHOW], cwd=folder, capture_output=True, text=True, check=True)
-    run_folder, spec_file, halt_file, _, nodes, image, stage, *srun = run.stdout.split("\0")[:-1]
-    launch = Path(spec.run_folder) / "launch"
-    assert (run_folder, nodes) == (spec.run_folder, str(spec.nodes))
-    assert (spec_file, halt_file) == (str(launch / "spec.json"), str(launch / "HALT"))
-    assert (image, stage) == (spec.image or "", spec.stage or "")
+    assert run.stdout.split("\0")[:-1] == [sys.executable, str(Path(spec.run_folder) / "launch" / "spec.json")]
+    srun = srun_options(spec)  # never read by a shell
     if spec.image is not None:
         assert (f"--container-image={spec.image}" in srun) == (spec.stage is None)
         (mounts,) = [option.removeprefix("--container-mounts=") for option in srun if "mounts=" in option]
-        folder = spec.run_folder if body == script_body("job.sh") else Path(spec.run_folder).parent
+        folder = spec.run_folder if spec.verb == "train" else str(Path(spec.run_folder).parent)
         expected = [f"{folder}:{folder}", f"{spec.workdir}:{spec.workdir}", *spec.mounts]
         assert mounts.split(",") == list(dict.fromkeys(expected))
 
@@ -173,7 +171,7 @@ def shellcheck(*files: Path) -> str:
 
 def test_shellcheck_finds_nothing_in_the_packaged_scripts() -> None:
     files = sorted(Path(str(resources.files("ingot.launch.slurm"))).glob("*.sh"))
-    assert [path.name for path in files] == ["common.sh", "job.sh", "prepare_array.sh", "stage_image.sh"]
+    assert [path.name for path in files] == ["job.sh", "stage_image.sh"]
     assert shellcheck(*files) == ""
 
 

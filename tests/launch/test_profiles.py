@@ -8,6 +8,7 @@ change: INGOT_UPDATE_GOLDEN=1 pytest tests/launch/test_profiles.py, and review t
 import difflib
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ingot.errors import ConfigError
 from ingot.launch.build_spec import training_spec
 from ingot.launch.kubernetes.objects import render as render_manifest
 from ingot.launch.profiles import DEFAULTS_VARIABLE, find_profile, profile_names
-from ingot.launch.slurm.script import render_scripts, script_body
+from ingot.launch.slurm.script import render_scripts, script_body, srun_options
 from ingot.launch.spec import LaunchSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -40,10 +41,11 @@ def rendered(profile: str, back_end: str) -> str:
 
 
 def script_heads(chosen: LaunchSpec) -> str:
-    body = script_body("job.sh" if chosen.verb == "train" else "prepare_array.sh")
+    body = script_body("job.sh")
     texts = render_scripts(chosen).values()
     assert all(text.endswith(body) for text in texts)
-    return "\n".join(text.removesuffix(body) for text in texts)
+    heads = [text.removesuffix(body).replace(sys.executable, "/venv/bin/python") for text in texts]
+    return "\n".join([*heads, " ".join(srun_options(chosen)), ""])
 
 
 def assert_golden(name: str, text: str) -> None:
@@ -78,13 +80,12 @@ def test_every_other_profile_differs_from_it_by_its_golden_lines(profile: str) -
 
 @pytest.mark.parametrize("profile", profile_names())
 def test_a_container_is_told_every_variable_that_is_set(profile: str) -> None:
-    """All that the script exports and that profile, user and secrets set; otherwise the image's own values win."""
+    """All that the supervisor, profile, user and secrets set; otherwise the image's own values win."""
     chosen = spec(profile=profile, image="/apps/ingot.sqsh", env={"MY_OWN": "1"}, secrets=["HF_TOKEN"])
-    text = render_scripts(chosen)["job.sh"]
-    (names,) = re.findall(r"--container-env=([A-Za-z0-9_,]+)", text)
-    exported = {name for line in re.findall(r"^ *export (.*)$", text, re.M) for name in re.findall(r"(\w+)=", line)}
-    assert exported >= {"MASTER_ADDR", "MASTER_PORT", "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"}
-    assert set(names.split(",")) == exported | {"MY_OWN", "HF_TOKEN"} | set(find_profile(profile).variables)
+    options = srun_options(chosen)
+    (names,) = re.findall(r"--container-env=([A-Za-z0-9_,]+)", " ".join(options))
+    passed = {"INGOT_SUPERVISOR", "INGOT_JOB_TOKEN", "INGOT_JOB_START"}
+    assert set(names.split(",")) == passed | {"MY_OWN", "HF_TOKEN"} | set(find_profile(profile).variables)
 
 
 def test_no_golden_file_is_left_without_its_profile() -> None:

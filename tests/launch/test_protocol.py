@@ -10,12 +10,13 @@ from ingot.launch import protocol
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.script import render_scripts, script_body
 from ingot.launch.spec import make_spec
+from ingot.launch.supervisor.state_file import EPOCHS, RESERVE, STATE
 
 SOURCE = Path(str(resources.files("ingot")))
 TABLES = protocol.__doc__ or ""
-FILES = [protocol._JOBS, protocol._HALT, protocol._STARTS, protocol._ENDS, protocol._LOST, protocol.SPEC, protocol._FILES,
-         protocol._OUTPUT, protocol._PREFLIGHT, ".lock"]  # fmt: skip
-SERIES = [protocol._RESULT, protocol._EXCLUDED, protocol._STOP, protocol._STARTED]
+FILES = [protocol._JOBS, protocol._HALT, protocol._LOST, protocol.SPEC, protocol._FILES, protocol._OUTPUT,
+         protocol._PREFLIGHT, ".lock", STATE, RESERVE, EPOCHS]  # fmt: skip
+SERIES = [protocol._RESULT]
 SPEC = {"name": "x", "run_folder": "/runs/x", "workdir": "/"}
 
 
@@ -40,17 +41,16 @@ def test_each_of_our_variables_that_reaches_another_process_is_in_the_tables() -
 @pytest.mark.parametrize("verb", ["train", "prepare"])
 def test_the_job_script_uses_no_variable_that_nobody_sets(verb: str) -> None:
     """shellcheck takes names in capitals for variables of the environment."""
-    body = script_body("job.sh" if verb == "train" else "prepare_array.sh")
+    body = script_body("job.sh")
     text = next(iter(render_scripts(make_spec({**SPEC, "verb": verb})).values()))
     used = set(re.findall(r"\$\{?#?([A-Z][A-Z_]+)", body)) | set(re.findall(r"\(\(.*?\b([A-Z]{3}[A-Z_]+)", body))
     assigned = set(re.findall(r"^ *(?:export .*)?\b([A-Z][A-Z_]+)\+?=", text, re.M))
-    assert {"RESULT_FILES", "SPEC_FILE"} <= used
+    assert {"SUPERVISOR_PYTHON", "SPEC_FILE"} <= used
     assert {name for name in used - assigned if not name.startswith("SLURM")} == set()
 
 
 def test_no_file_of_the_launch_folder_is_named_elsewhere() -> None:
-    body = script_body("job.sh") + script_body("prepare_array.sh")
-    code = re.sub(r"#.*|has FINISHED, STOP or launch/HALT in it", "", body)
+    code = re.sub(r"#.*", "", script_body("job.sh"))
     assert not re.search(r"/(code|bad|stop|HALT|STOP|FINISHED|starts|ends|down|output|checkpoints)\b", code)
 
 

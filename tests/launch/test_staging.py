@@ -1,12 +1,13 @@
-"""The job script, run by bash with a substitute for srun: the image is copied to each node, once and checked, before use.
+"""Copying the image to each node, as the supervisor has srun do it: once and checked, before any agent starts.
 
-(A Slurm without the pyxis plugin does not know the options of containers, so the real one cannot be asked.)
+srun is a substitute that runs the command for each node. (A Slurm without the pyxis plugin does not know the options of
+containers, so the real one cannot be asked.)
 """
 
+import asyncio
 import hashlib
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,15 @@ import pytest
 from specs import put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.slurm.script import render_scripts
+from ingot.launch.slurm.allocation import SlurmCluster
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import submit_to_slurm
 
-# runs `bash -c` on each node of the job at the same time, as srun would; a worker "finishes" the run
+# runs `bash -c` on each node of the job at the same time, as srun would
 SRUN = """
 import subprocess
 words = sys.argv[1:]
 command = words[next(i for i, word in enumerate(words) if not word.startswith("--")):]
-if command[0] != "bash":
-    open(os.environ["RUN"] + "/FINISHED", "w").close()
-    sys.exit(0)
 running = []
 for node in ("n1", "n2", "n3"):
     own = [word + "/of-" + node if node == os.environ.get("BROKEN") and i == 5 else word for i, word in enumerate(command)]
@@ -42,21 +40,16 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchSpec:
     (tmp_path / "ingot.sqsh.sha256").write_text(f"{hashlib.sha256(image.read_bytes()).hexdigest()}  ingot.sqsh\n")
     put_on_path(monkeypatch, tmp_path / "bin", "srun", SRUN)
     put_on_path(monkeypatch, tmp_path / "bin", "scontrol", "print('n1\\nn2\\nn3') if 'hostnames' in sys.argv else None")
-    for name in ("sinfo", "scancel"):
-        put_on_path(monkeypatch, tmp_path / "bin", name)
     run = tmp_path / "run"
     run.mkdir()
     return spec(image=str(image), stage=str(tmp_path / "nvme"), run_folder=str(run), workdir=str(tmp_path), nodes=2,
                 spares=1)  # fmt: skip
 
 
-def job_script(spec: LaunchSpec) -> str:
-    return next(iter(render_scripts(spec).values()))
-
-
-def execute(script: str, staged: LaunchSpec, **env: str) -> subprocess.CompletedProcess[str]:
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]", "RUN": staged.run_folder}
-    return subprocess.run(["bash", "-c", script], env={**os.environ, **job, **env}, capture_output=True, text=True)
+def stage(staged: LaunchSpec, **env: str) -> tuple[dict[str, str], SlurmCluster]:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+    cluster = SlurmCluster(staged, {**os.environ, **job, **env})
+    return asyncio.run(cluster.stage()), cluster
 
 
 def calls(staged: LaunchSpec) -> list[list[str]]:
@@ -65,22 +58,20 @@ def calls(staged: LaunchSpec) -> list[list[str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_image_is_copied_once_per_node_and_the_run_uses_the_copy(staged: LaunchSpec) -> None:
+def test_the_image_is_copied_once_per_node_and_the_agents_use_the_copy(staged: LaunchSpec) -> None:
     nvme = Path(str(staged.stage))
     nvme.mkdir()
     (nvme / ".left.draft").write_text("half a file, of a job that was killed")
     for age, name in enumerate(("a", "b", "c"), 1):
         (nvme / f"{name}.sqsh").write_text("of an earlier day")
         os.utime(nvme / f"{name}.sqsh", (age, age))
-    done = execute(job_script(staged), staged)
-    assert done.returncode == 0, done.stdout + done.stderr
+    failed, cluster = stage(staged)
     digest = hashlib.sha256(Path(str(staged.image)).read_bytes()).hexdigest()
+    assert failed == {} and cluster._image == [f"--container-image={nvme}/{digest}.sqsh"]
     assert hashlib.sha256((nvme / f"{digest}.sqsh").read_bytes()).hexdigest() == digest
     assert sorted(path.name for path in nvme.iterdir()) == sorted([".lock", f"{digest}.sqsh", "c.sqsh"])
-    staging, worker = calls(staged)
-    assert f"--container-image={nvme}/{digest}.sqsh" in worker
+    (staging,) = calls(staged)
     assert not any("container" in word for word in staging)
-    assert not (staged.folder / "bad.7").exists()
 
 
 def test_an_existing_copy_is_reused(staged: LaunchSpec) -> None:
@@ -88,36 +79,23 @@ def test_an_existing_copy_is_reused(staged: LaunchSpec) -> None:
     copy = Path(str(staged.stage)) / f"{digest}.sqsh"
     copy.parent.mkdir()
     copy.write_bytes(bytes(100_000))  # complete, by its name and size
-    execute(job_script(staged.model_copy(update={"verb": "prepare"})), staged)
-    assert copy.read_bytes() == bytes(100_000)
+    assert stage(staged)[0] == {} and copy.read_bytes() == bytes(100_000)
 
 
-def test_a_node_that_cannot_be_given_the_image_is_excluded(staged: LaunchSpec) -> None:
+def test_a_node_that_cannot_be_given_the_image_is_named_with_the_reason(staged: LaunchSpec) -> None:
     in_the_way = Path(str(staged.stage)) / "of-n2"
     in_the_way.parent.mkdir()
     in_the_way.write_text("a file where a folder should be")
-    done = execute(job_script(staged), staged, BROKEN="n2")
-    assert done.returncode == 0 and "on n1,n3" in done.stdout, done.stdout + done.stderr
-    assert (staged.folder / "bad.7").read_text() == "n2\n"
+    failed, _ = stage(staged, BROKEN="n2")
+    assert list(failed) == ["n2"] and "File exists" in failed["n2"]
 
 
 def test_an_image_with_another_checksum_is_not_used(staged: LaunchSpec) -> None:
     with Path(str(staged.image)).open("r+b") as file:
         file.write(b"another beginning")
-    done = execute(job_script(staged), staged)
-    assert done.returncode == 1 and "2 nodes are needed and 0 are usable" in done.stdout
-    assert len(calls(staged)) == 1 and not list(Path(str(staged.stage)).glob("*.sqsh"))
-
-
-def test_six_attempts_without_a_result_end_the_chain(
-    staged: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_on_path(monkeypatch, tmp_path / "bin", "srun", "sys.exit(1)")  # the image cannot be mounted, say
-    put_on_path(monkeypatch, tmp_path / "bin", "sleep")
-    plain = staged.model_copy(update={"stage": None})
-    done = execute(job_script(plain), plain)
-    assert done.returncode == 3 and len(calls(plain)) == 6
-    assert "without reporting a result" in (plain.folder / "HALT").read_text()
+    failed, _ = stage(staged)
+    assert failed == dict.fromkeys(("n1", "n2", "n3"), "with another checksum")
+    assert not list(Path(str(staged.stage)).glob("*.sqsh"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from ingot.launch.supervisor.supervise import Share, Supervisor
 
 NODES = ("n1", "n2", "n3")
 TIMES = Times(hello=1.0, hello_image=1.0, hello_grace=0.2, reserve=1.0, start=1.0, settle=0.1, collect=2.0, teardown=2.0,
-              reconnect=0.5, stop=1.0, poll=0.05, leave=0.5, disk=2.0)  # fmt: skip
+              apart=0.1, reconnect=0.5, stop=1.0, poll=0.05, leave=0.5, disk=2.0)  # fmt: skip
 
 
 @pytest.fixture
@@ -243,6 +243,19 @@ def test_a_lost_agent_is_waited_for_and_its_node_replaced(job: Job) -> None:
     job.cluster.of("n1").fault = once(lose_peer)
     assert job.launch().start() == 0
     assert job.causes[0] == ("lost", "n2") and job.nodes[1] == ("n1", "n3") and judge.strikes(job.records) == {}
+
+
+def test_the_node_whose_agent_went_first_is_the_one(job: Job) -> None:
+    """P1: a node dies and is back at once, on which srun ends the agents of the others."""
+
+    async def soon(agent: LightAgent, body: RunRanks) -> Any:
+        await asyncio.sleep(0.25)
+        return agent.die() if body.epoch == 1 else None
+
+    job.cluster.of("n1").fault = soon
+    job.cluster.of("n2").fault = lambda agent, body: agent.die()
+    assert job.launch().start() == 0
+    assert job.causes[0] == ("lost", "n2") and job.nodes[1] == ("n1", "n3")
 
 
 def test_a_lost_agent_without_a_spare_is_started_again_on_its_node(tmp_path: Path) -> None:
@@ -526,6 +539,20 @@ def test_two_nodes_that_differ_are_undecided(job: Job) -> None:
     code = job.launch().start()
     assert job.causes[0] == ("machine", "") and set(job.of(Closed)[0].cause.suspects) == {"n1", "n2"}
     assert judge.strikes(job.records) == {} and code in (0, 3)
+
+
+def test_a_disk_that_is_full_for_all_nodes_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "SITE_FIRST_SECONDS", 0.05)
+    for node in NODES:
+        job.cluster.of(node).checks["disk"] = "the run folder has 0.0 GB free"
+
+    async def make_room(job: Job) -> None:
+        await until(lambda: len(job.of(Closed)) == 2)
+        for node in NODES:
+            job.cluster.of(node).checks.clear()
+
+    assert job.launch().start(make_room) == 0
+    assert set(job.causes) == {("site", ""), ("finished", "")} and not job.of(Excluded)
 
 
 def test_a_check_that_fails_everywhere_is_final(job: Job) -> None:

@@ -356,7 +356,8 @@ def test_a_local_launch_is_launched_again(root: Path, cluster: Path) -> None:
     assert_contains(json.loads(ingot("launch", "resume", "launched/local", "--dry-run")), expected)
 
 
-def test_a_job_script_that_was_queued_before_an_upgrade_still_runs(root: Path, cluster: Path) -> None:
+def test_a_job_that_was_queued_before_an_upgrade_ends_with_what_to_do(root: Path, cluster: Path) -> None:
+    """Its script and this version's agents do not fit together: nothing starts, nothing is lost, no chain goes on."""
     env = os.environ | {
         "SLURM_JOB_ID": "101",
         "SLURM_JOB_NODELIST": "n1",
@@ -365,7 +366,7 @@ def test_a_job_script_that_was_queued_before_an_upgrade_still_runs(root: Path, c
     }
     script = root / "launched" / "queued" / "launch" / "job.sh"
     done = subprocess.run(["bash", script], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (script.parent / "code.101.0.1").read_text() == "0\n"
-    assert (root / "launched" / "queued" / "FINISHED").exists()
-    assert list(losses("launched/queued").values()) == pytest.approx(EXPECTED["launched"]["local"]["losses"], rel=CLOSE)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert (script.parent / "code.101.0.1").read_text() == "3\n"
+    assert "queued by an earlier version; `ingot launch resume" in (script.parent / "HALT").read_text()
+    assert not (root / "launched" / "queued" / "metrics.jsonl").exists()

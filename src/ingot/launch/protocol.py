@@ -1,37 +1,33 @@
-"""What a login node, a job script, the node agents and the ranks tell each other: every file, variable and exit code.
+"""What a login node, a job's supervisor, the agents on its nodes and the ranks tell each other: every file, variable
+and exit code.
 
-They share one folder, the run folder, and nothing else: there is no server, and exit codes get lost on the way (srun
-reports those of tasks that it killed itself). A file is written once, whole, or appended to in lines. Processes find
-each other's files by the names below; `LaunchFolder` reads and writes them, and `shell_variables` gives the job script
-the same names.
+The supervisor leads and the agents answer, over TCP (`messages`); what it decides is in `state.jsonl`
+(`supervisor/records`). On Kubernetes it runs in the first pod. `ingot doctor` has no supervisor: its nodes write files.
 
 An attempt is named JOB.RESTART.NUMBER on Slurm (RESTART counts requeues), LAUNCH.RESTART.NUMBER on Kubernetes.
-JOB.RESTART names one start of a job.
 
 Files of the launch folder, RUN/launch/:
 
 | file | written by | read by | content | lifetime |
 |---|---|---|---|---|
-| spec.json | `ingot launch` | node agent, status, resume | the launch spec, mode 0600 | until the next launch |
+| spec.json | `ingot launch` | supervisor, agents, status, resume | the launch spec, mode 0600 | until the next launch |
 | job.sh, array.sh, last.sh | `ingot launch slurm` | sbatch | job scripts | until the next launch |
 | jobs.jsonl | `ingot launch` | status, stop, resume, logs | a line per submitted job | the run's |
 | .lock | `ingot launch` | `ingot launch` | empty; locked while submitting | the run's |
+| state.jsonl | `ingot launch`, then supervisor | supervisor, status, logs | every step of every launch | the run's |
+| shares/K/state.jsonl | supervisor of a share | the same, status | the same, of a share of a preparation | the run's |
+| epochs/N | supervisor | supervisor | empty: attempt N has begun | the run's |
+| reserve | supervisor | - | 1 MiB, freed to write on a full disk how it ended | the run's |
 | files/NAME | `ingot launch kubernetes` | resume | config files that travel with the job | until the next launch |
-| slurm-JOB.out | Slurm | logs, and Slurm's answer about a job | what the job script prints | the run's |
-| output/ATTEMPT.NODE.out | srun | people | what node agents and rank 0 print | the run's |
-| output/JOB.stage.NODE.out | srun | people | what copying the image prints | the run's |
-| code.ATTEMPT | the first node that fails, or node 0 | all nodes, job script | the attempt's exit code | the run's |
-| bad.JOB | preflight, node agent, job script | job script | nodes that the job no longer uses, a line each | a start |
-| down | job script | status, the next launch | "JOB NODE": nodes that the cluster has lost | the run's |
-| stop.JOB.RESTART | job script; node agent if it saved | node agents, job script | a stop was requested | the start's |
-| starts | job script | job script | "JOB.RESTART NODE STEP": starts and newest checkpoint | the launch's |
-| ends | job script | job script | why each start ended | the launch's |
-| HALT | node agent, job script | job scripts of the chain, status | why no job may try again | the launch's |
+| slurm-JOB.out | Slurm | logs, and Slurm's answer about a job | what the supervisor prints | the run's |
+| output/START.N.NODE.out | srun | people | what agents and rank 0 print; N counts the sruns of a start | the run's |
+| HALT | supervisor, pods | supervisors of the chain, status | why no job may try again | the launch's |
+| down | version 0.1 | status, the next launch | "JOB NODE": nodes that the cluster has lost | the run's |
+| code.ATTEMPT | jobs that version 0.1 queued | their job script | the attempt's exit code | the run's |
 | pods/LAUNCH.RESTART/POD | each pod | the pod of the supervisor | the machine that the pod is on | the run's |
-| started.LAUNCH | the pod of node 0 | the other pods | leftovers are removed | the launch's |
-| preflight/ATTEMPT/NODE.json | each node | all nodes | what the node found out about itself | the run's |
-| preflight/ATTEMPT/ready-N/NODE.json | each node | all nodes | measurements; where its processes listen | the run's |
-| preflight/ATTEMPT/round-N/NODE.json | each node | all nodes | result of an all-reduce | the run's |
+| preflight/ATTEMPT/NODE.json | each node of `ingot doctor` | all nodes | what it found out about itself | the run's |
+| preflight/ATTEMPT/ready-N/NODE.json | the same | all nodes | measurements; where its processes listen | the run's |
+| preflight/ATTEMPT/round-N/NODE.json | the same | all nodes | result of an all-reduce | the run's |
 | preflight/ATTEMPT/claim | one node | all nodes | empty: its owner writes the result | the run's |
 | preflight/ATTEMPT/verdict.json | that node | all nodes | the result that all nodes follow | the run's |
 | preflight/ATTEMPT/nccl-N-NODE.log | NCCL | its node | which transport it chose | the run's |
@@ -40,12 +36,12 @@ Files of the run folder that the launcher uses (names in `training/runtime/run_f
 
 | file | written by | read by | content |
 |---|---|---|---|
-| STOP | `ingot stop`, or by hand | ranks, node agents, job script | save and stop |
-| FINISHED | rank 0 | job script, status, node agents | the run is complete |
-| failures.jsonl | node agents, `ingot train` | node agents, status | a line per start and per failure |
+| STOP | `ingot stop`, or by hand | supervisor, rank 0 | save and stop |
+| FINISHED | rank 0; the last job of a preparation | supervisor, status, pods | the run is complete |
+| failures.jsonl | supervisor, pods, `ingot train` | pods, status | a line per start and per failure |
 | logs/ATTEMPT/rank-R.log | ranks | logs | output of rank R |
 | logs/ATTEMPT/stacks-R.txt, nccl-R.log | node agent | people | of a failed attempt, what ranks wrote about themselves |
-| checkpoints/STEP/manifest.json | rank 0 | job script, restart policy | progress |
+| checkpoints/STEP/manifest.json | rank 0 | supervisor, restart policy | progress |
 
 Files of a temporary folder on each node, ingot-launch-*/, which ends with the attempt: `lock` (held while its owner
 lives), `beat-R` (heartbeat of rank R), `R` (why rank R failed, JSON), `stacks-R.txt`,
@@ -56,53 +52,53 @@ Environment variables (those that ranks read are named where they are read, in `
 
 | variable | set by | read by | meaning |
 |---|---|---|---|
-| INGOT_JOB_ATTEMPT | job script, pod | node agent | the attempt; in a pod, LAUNCH.RESTART |
-| INGOT_SUPERVISOR, INGOT_JOB_START | supervisor | node agent | where the supervisor listens; which life of it |
-| INGOT_JOB_TOKEN | supervisor | node agent | proves that both belong to the job; not passed to ranks |
+| INGOT_SUPERVISOR, INGOT_JOB_START | supervisor | agent | where the supervisor listens; which life of it |
+| INGOT_JOB_TOKEN | supervisor | agent | proves that both belong to the job; not passed to ranks |
+| SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_ARRAY_* | Slurm | supervisor | the job and its nodes |
 | INGOT_NODE_NAME | Kubernetes | supervisor, agent | the machine that a pod is on |
-| INGOT_JOB_NODES | job script | preflight | the attempt's nodes by name, separated by commas |
-| MASTER_ADDR, MASTER_PORT | job script, pod | node agent, ranks | where rank 0 listens |
-| SLURM_JOB_ID, SLURM_NODEID, SLURMD_NODENAME | Slurm | node agent | job, node rank, node name |
+| SLURMD_NODENAME | Slurm | supervisor, agent | the node's name |
+| INGOT_JOB_ATTEMPT | pod, `ingot doctor` | node agent | the attempt; in a pod, LAUNCH.RESTART |
+| INGOT_JOB_NODES | `ingot doctor` | preflight | the nodes by name, separated by commas |
+| MASTER_ADDR, MASTER_PORT | pod; agent | node agent; ranks | where rank 0 listens |
 | JOB_COMPLETION_INDEX, NODE_RANK, PET_NODE_RANK, RANK | Kubernetes | node agent | node rank |
-| RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK | node agent | ranks | as torchrun sets them |
-| INGOT_ATTEMPT | node agent | ranks | the attempt |
-| INGOT_STORE_FD | node agent | rank 0 | a socket that already listens (one node) |
-| INGOT_FAILURE_FILE | node agent | ranks | where to write why it failed |
-| INGOT_EPOCH | node agent | ranks | the attempt's number in the run; a later attempt has a higher one |
-| INGOT_AGENT_FILE | node agent | ranks | when the agent was last alive |
-| INGOT_HEARTBEAT_FILE, INGOT_STACKS_FILE | node agent | ranks | heartbeat; stacks on SIGUSR1 |
+| RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK | agent | ranks | as torchrun sets them |
+| INGOT_ATTEMPT, INGOT_EPOCH | agent | ranks | the attempt; its number, which a successor's exceeds |
+| INGOT_AGENT_FILE | agent | ranks | when the agent was last alive |
+| INGOT_COPY_FDS | agent, `ingot train` | ranks | memory that keeps copies of the state over restarts |
+| INGOT_STORE_FD | agent | rank 0 | a socket that already listens |
+| INGOT_FAILURE_FILE | agent | ranks | where to write why it failed |
+| INGOT_HEARTBEAT_FILE, INGOT_STACKS_FILE | agent | ranks | heartbeat; stacks on SIGUSR1 |
 
-Exit codes of ranks, of the node agent's `code.ATTEMPT`, and what becomes of them:
+Exit codes of ranks, and what becomes of them. No exit code decides by itself: `supervisor/judge` does, by all that is
+known.
 
-| code | meaning | job script | pod |
+| code | meaning | job | pod |
 |---|---|---|---|
-| 0 | finished | exits with 0 | exits with 0 |
-| 1 | a fault that may pass | next attempt, then requeue | next attempt, then 138 |
-| 2 | the user's error: the same command fails again | exits with 2; HALT ends the chain | exits with 2 |
-| 3 | given up: the same failure twice, or no progress | exits with 3; HALT ends the chain | exits with 3 |
-| 75 | stopped as requested, with a checkpoint | exits with 0; requeued if a signal asked | 0 with STOP, else 138 |
+| 0 | finished; a job: also stopped as requested | 0 | exits with 0 |
+| 1 | a fault that may pass; a job: queued again, or continued by the next of its chain | 1 | 138 |
+| 2 | the user's error: the same command fails again | 2; the launch has ended | exits with 2 |
+| 3 | given up: the same failure twice, or no progress | 3; the launch has ended | exits with 3 |
+| 75 | stopped as requested, with a checkpoint | 0, or queued again if it was the time limit | 0 with STOP, else 138 |
 | 130 | Ctrl-C, twice (`ingot train` only) | - | - |
 | 138 | - | - | Kubernetes replaces all pods (a PyTorchJob retries codes from 128) |
-
-The node agent itself exits with 0 when a run saves and stops, so that srun does not kill nodes that still save.
 """
 
 import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
-from ingot.errors import EXIT_CONTINUE, EXIT_FAULT, EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERROR
 from ingot.storage.json_lines import read_json_lines
-from ingot.training.runtime.run_files import FINISHED, STOP
+from ingot.training.runtime.run_files import STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
+CLUSTER_AGENT = "ingot.launch.agent.cluster_agent"
+"""The module that runs on each node of a Slurm job; its supervisor starts it."""
 NODE_AGENT = "ingot.launch.agent.node_agent"
 """The module that runs on each node; jobs that v0.1 queued start `ingot.launch.worker`."""
 ATTEMPT_VARIABLE, NODES_VARIABLE = "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"
@@ -110,8 +106,8 @@ RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 NODE_RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET_NODE_RANK", "RANK")
 EXIT_NEW_PODS = 138
 
-_JOBS, _HALT, _RESULT, _EXCLUDED, _LOST, _STOP = "jobs.jsonl", "HALT", "code", "bad", "down", "stop"
-_STARTS, _ENDS, _OUTPUT, _FILES, _STARTED, _PREFLIGHT = "starts", "ends", "output", "files", "started", "preflight"
+_JOBS, _HALT, _RESULT, _LOST = "jobs.jsonl", "HALT", "code", "down"
+_OUTPUT, _FILES, _PREFLIGHT = "output", "files", "preflight"
 
 
 @dataclass(frozen=True)
@@ -126,11 +122,6 @@ class Job:
 
 def job_of(attempt: str) -> str:
     return attempt.partition(".")[0]
-
-
-def start_of(attempt: str) -> str:
-    """The start of a job, JOB.RESTART, that an attempt belongs to."""
-    return attempt.rpartition(".")[0]
 
 
 class LaunchFolder:
@@ -176,7 +167,7 @@ class LaunchFolder:
 
     def leftovers(self) -> list[Path]:
         """What an earlier launch left that would end or count against the next one."""
-        return [self.run / STOP, *(self.path / name for name in (_HALT, _STARTS, _ENDS))]
+        return [self.run / STOP, self.path / _HALT]
 
     # --- attempts
 
@@ -195,25 +186,12 @@ class LaunchFolder:
             os.link(draft, path)
         draft.unlink()
 
-    def exclude_nodes(self, attempt: str, hosts: Sequence[str]) -> None:
-        """Run the next attempts of this job without these nodes."""
-        if hosts:
-            with (self.path / f"{_EXCLUDED}.{job_of(attempt)}").open("a") as file:
-                file.write("".join(f"{host}\n" for host in hosts))
-
     def lost_nodes(self) -> list[str]:
-        """Nodes that the cluster has lost, once per job."""
+        """Nodes that the cluster had lost, once per job, as version 0.1 wrote it down."""
         with suppress(OSError):
             lines = set((self.path / _LOST).read_text(encoding="utf-8").splitlines())
             return [line.partition(" ")[2] for line in lines]
         return []
-
-    def request_stop(self, attempt: str) -> None:
-        """Record that somebody asked this start of the job to stop."""
-        (self.path / f"{_STOP}.{start_of(attempt)}").touch()
-
-    def stop_requested(self, attempt: str) -> bool:
-        return (self.path / f"{_STOP}.{start_of(attempt)}").exists()
 
     def halt(self, reason: str) -> None:
         """Let no further job of this launch try again."""
@@ -225,18 +203,16 @@ class LaunchFolder:
             return (self.path / _HALT).read_text(encoding="utf-8").strip()
         return None
 
-    def mark_started(self, attempt: str) -> None:
-        (self.path / f"{_STARTED}.{job_of(attempt)}").touch()
-
-    def started(self, attempt: str) -> bool:
-        """Whether node 0 of a Kubernetes launch has removed the leftovers of earlier ones."""
-        return (self.path / f"{_STARTED}.{job_of(attempt)}").exists()
-
     def preflight(self, attempt: str) -> Path:
         """Where the nodes of an attempt exchange what they find."""
         return self.path / _PREFLIGHT / attempt
 
     # --- Slurm
+
+    @property
+    def output(self) -> Path:
+        """Where srun writes what the agents print."""
+        return self.path / _OUTPUT
 
     @property
     def slurm_output(self) -> str:
@@ -245,31 +221,6 @@ class LaunchFolder:
 
     def slurm_logs(self) -> list[Path]:
         return sorted(self.path.glob("slurm-*.out"))
-
-    def shell_variables(self) -> dict[str, str]:
-        """The names above for the job script; it appends the attempt, job or start to those in the plural."""
-        return {
-            "RUN": str(self.run),
-            "SPEC_FILE": str(self.spec_file),
-            "HALT_FILE": str(self.path / _HALT),
-            "STOP_FILE": str(self.run / STOP),
-            "FINISHED_FILE": str(self.run / FINISHED),
-            "RESULT_FILES": str(self.path / _RESULT),
-            "EXCLUDED_FILES": str(self.path / _EXCLUDED),
-            "STOP_REQUEST_FILES": str(self.path / _STOP),
-            "LOST_NODES_FILE": str(self.path / _LOST),
-            "STARTS_FILE": str(self.path / _STARTS),
-            "ENDS_FILE": str(self.path / _ENDS),
-            "OUTPUT_FOLDER": str(self.path / _OUTPUT),
-            "CHECKPOINTS": str(self.run / CHECKPOINTS),
-            "MANIFEST": MANIFEST,
-            "NODE_AGENT": NODE_AGENT,
-            "EXIT_FINISHED": str(EXIT_FINISHED),
-            "EXIT_FAULT": str(EXIT_FAULT),
-            "EXIT_USER_ERROR": str(EXIT_USER_ERROR),
-            "EXIT_GIVEN_UP": str(EXIT_GIVEN_UP),
-            "EXIT_CONTINUE": str(EXIT_CONTINUE),
-        }
 
 
 def folder_of_output(text: str) -> Path | None:

@@ -1,7 +1,8 @@
 """Loaded by Python at start (through PYTHONPATH): does real harm to one rank of a run at one batch.
 
-INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}, and "after" for a file to wait for, such as a checkpoint
-that is written in the background. It comes in through `ingot.training.testing.wrap_step`; what happens then is a real
+INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}, with "node" (a host name) instead of "rank" for a fault that
+stays with a node, whichever rank runs there, and "after" for a file to wait for, such as a checkpoint that is written in
+the background. It comes in through `ingot.training.testing.wrap_step`; what happens then is a real
 signal, a real hang, a real NaN.
 """
 
@@ -9,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import time
 
 FAULT = json.loads(os.environ.get("INGOT_TEST_FAULT", "null"))
@@ -27,6 +29,13 @@ def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
         os.abort()
     elif kind == "exception":
         raise RuntimeError("a bug that strikes here")
+    elif kind == "device":  # the lowest seam that is ours: what torch raises
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    elif kind == "agent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+    elif kind == "python":
+        time.sleep(3600)
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)  # the signal may need a moment to arrive
@@ -67,8 +76,11 @@ def wrapper(trainer, batch, step):  # type: ignore[no-untyped-def]
 
 
 def strikes_here() -> bool:
-    """Whether this is the rank, and the attempt; `once` names a file that a fault leaves, so as not to come again."""
-    if not FAULT or os.environ.get("RANK", "0") != str(FAULT["rank"]):
+    """Whether this is the rank or the node, and the attempt; `once` names a file that a fault leaves, so as not to come
+    again."""
+    if not FAULT or ("INGOT_FAILURE_FILE" not in os.environ and "node" in FAULT):
+        return False
+    if socket.gethostname() != FAULT["node"] if "node" in FAULT else os.environ.get("RANK", "0") != str(FAULT["rank"]):
         return False
     if "once" in FAULT or FAULT.get("attempts") == "all":
         return not os.path.exists(FAULT.get("once", ""))

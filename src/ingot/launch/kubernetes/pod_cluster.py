@@ -69,6 +69,9 @@ class PodCluster:
         code = await agent.wait()
         self.ended.put_nowait(AgentEnded(self.host, f"its agent ended with exit code {code}"))
 
+    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
+        """The pods' own controller brings all pods back."""
+
     async def end_agents(self) -> None:
         agent = self._agent
         if agent is None or agent.returncode is not None:

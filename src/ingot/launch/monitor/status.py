@@ -25,7 +25,7 @@ from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.slurm.queue import canceller
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
 from ingot.launch.supervisor.history import History
-from ingot.launch.supervisor.restart_policy import newest_checkpoint
+from ingot.launch.supervisor.progress import newest_checkpoint
 from ingot.plurals import count_of
 from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, STOP, STOPPED

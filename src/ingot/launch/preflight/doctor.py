@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ingot.launch.agent.local_ranks import count_gpus
 from ingot.launch.build_spec import with_defaults
-from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT, NODES_VARIABLE, LaunchFolder
+from ingot.launch.protocol import ATTEMPT_VARIABLE, NODE_AGENT, NODES_VARIABLE, RENDEZVOUS_VARIABLES, LaunchFolder
 from ingot.launch.slurm.commands import host_names
 from ingot.launch.slurm.script import container_options, gpu_options, node_python
 from ingot.launch.spec import LaunchSpec, make_spec, read_spec
@@ -29,7 +29,10 @@ def check_nodes(run: Path | None, profile: str | None) -> int:
         start, python = [], sys.executable
         if nodes:
             start = ["srun", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=1"]
-            start += [*container_options(spec), *gpu_options(spec)]
+            start += [
+                *container_options(spec, (ATTEMPT_VARIABLE, *RENDEZVOUS_VARIABLES, NODES_VARIABLE)),
+                *gpu_options(spec),
+            ]
             python = node_python(spec)
         command = [*start, python, "-m", NODE_AGENT, "--check", "--spec", str(spec.write())]
         return subprocess.run(command, env=env).returncode

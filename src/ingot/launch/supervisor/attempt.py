@@ -6,10 +6,12 @@ Whatever happens leads to a `Cause`; nothing here decides what follows from it.
 """
 
 import asyncio
+import re
+import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,11 +38,13 @@ from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, Cluster
 from ingot.launch.supervisor.diagnose import diagnose
 from ingot.launch.supervisor.node_tests import NodeTests, cause_of_problems
-from ingot.launch.supervisor.records import Cause, Kind, Opened, Phase, StopReason
+from ingot.launch.supervisor.progress import StopFlag
+from ingot.launch.supervisor.records import Cause, Kind, Opened, Phase
 from ingot.launch.supervisor.server import AgentEvent, AgentServer
 from ingot.plurals import count_of
 
 T = TypeVar("T")
+ENDED_BY_SIGNAL = re.compile(rf"killed by signal ({signal.SIGTERM:d}|{signal.SIGUSR2:d}|{signal.SIGINT:d})\b")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Times:
     """After the first sign of a failure: others may fail by themselves at this moment."""
     collect: float = 5.0
     teardown: float = 10.0
+    apart: float = 1.0
+    """Between the end of an agent and that of others which is its consequence."""
     reconnect: float = 5.0
     """For an agent whose connection broke to come back."""
     stop: float = 600.0
@@ -70,23 +76,6 @@ class Times:
     """For agents to end."""
     disk: float = 30.0
     """For the shared file system to answer."""
-
-
-@dataclass
-class StopFlag:
-    """Whether somebody wants the run to stop, and why."""
-
-    reason: StopReason | None = None
-    detail: str = ""
-    event: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def set(self, reason: StopReason, detail: str = "") -> bool:
-        """Returns whether this is the first request."""
-        if self.reason is not None:
-            return False
-        self.reason, self.detail = reason, detail
-        self.event.set()
-        return True
 
 
 class Stopped(Exception):
@@ -341,12 +330,19 @@ class AttemptRun:
                 if node not in self.server.links and isinstance(answer, Failed):
                     gone.setdefault(node, "its agent has gone")
             self._note_ended()
-            gone = {node: self.ended.get(node, why) for node, why in gone.items()}
+            gone = {node: self.ended.get(node, why) for node, why in self._first_of(gone).items()}
             cause = diagnose(self.nodes, evidence, gone, await self._cut_off(gone), what if is_hang else "")
+            if self.stop.reason is not None and ENDED_BY_SIGNAL.search(cause.message):
+                return Cause("stopped", f"the signal to stop ended it before it could save: {cause.message}")
             decided = cause.node or not cause.suspects
             if decided or begin + self.times.collect - time.monotonic() < 2 * self.times.settle:
                 return self._with_phase(cause, evidence)
             await asyncio.sleep(self.times.settle)
+
+    def _first_of(self, gone: dict[str, str]) -> dict[str, str]:
+        """When a node dies and is back at once, srun ends the other agents, too: those that went first count."""
+        times = {node: self.server.dropped.get(node, 0.0) for node in gone}
+        return {node: why for node, why in gone.items() if times[node] - min(times.values()) < self.times.apart}
 
     def _with_phase(self, cause: Cause, evidence: Mapping[str, NodeEvidence]) -> Cause:
         if cause.batch >= 0:

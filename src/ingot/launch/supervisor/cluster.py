@@ -44,13 +44,13 @@ class Cluster(Protocol):
     async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
         """Start an agent on each node, which ends with this process."""
 
+    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
+        """Have another node bring the job back if this one dies, where the cluster would not do so."""
+
     async def end_agents(self) -> None: ...
 
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         """Those that are down or being drained."""
-
-    async def seconds_left(self) -> float | None:
-        """Until the job's time limit; None if it has none, or the cluster does not say."""
 
     async def is_answering(self) -> bool:
         """Whether the cluster's controller answers."""

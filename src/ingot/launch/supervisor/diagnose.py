@@ -20,17 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
-from ingot.launch.agent.failure import LOST_PEER, OTHER_NODE_FAILED
+from ingot.launch.agent.failure import LOST_PEER, OTHER_NODE_FAILED, is_device_error
 from ingot.launch.supervisor.records import Cause, Kind
 from ingot.plurals import count_of
 
-DEVICE = re.compile(
-    r"uncorrectable|\becc\b|\bxid\b|fallen off the bus|device-side|illegal memory access|cuda driver|nvlink"
-    r"|hardware error|cuda error: (?:an illegal|misaligned|unspecified launch failure|unknown error)"
-    r"|no cuda-capable device|cudaerror|nvml|gsp",
-    re.IGNORECASE,
-)
-"""What only a node's own hardware or driver says."""
 LOCAL_NETWORK = re.compile(
     r"ncclsystemerror|unhandled system error|ncclunhandledcudaerror|unhandled cuda error|ibv_\w+", re.IGNORECASE
 )
@@ -83,6 +76,8 @@ def is_consequence(rank: RankEvidence) -> bool:
     if rank.exit_code in (None, 0):
         return False
     text = rank.message.lower()
+    if rank.kind in ("device", "transport", "site"):
+        return False
     return (not text and rank.exit_code == KILLED_BY_PEER) or any(
         part in text for part in (*LOST_PEER, OTHER_NODE_FAILED)
     )
@@ -125,9 +120,7 @@ def _device(named: Mapping[str, NodeEvidence], ranks: Sequence[_Found]) -> Cause
     for node, rank in ranks:
         if rank.exit_code in (None, 0) or not rank.message:
             continue
-        if rank.kind == "device" or (
-            DEVICE.search(rank.message) and rank.kind not in ("user", "data", "numeric", "memory")
-        ):
+        if rank.kind == "device" or (rank.kind in ("program", "machine", "") and is_device_error(rank.message)):
             said.setdefault(node, (rank.message, rank.rank, rank.batch))
     if not said:  # of several nodes that say so, one has begun and the others noticed
         local = {found.node: found.rank for found in ranks if LOCAL_NETWORK.search(found.rank.message)}
@@ -136,9 +129,6 @@ def _device(named: Mapping[str, NodeEvidence], ranks: Sequence[_Found]) -> Cause
         node, rank = next(iter(local.items()))
         said[node] = (rank.message, rank.rank, rank.batch)
     if len(said) > 1:
-        if all("illegal memory access" in text or "device-side" in text for text, _, _ in said.values()):
-            text, number, batch = next(iter(said.values()))
-            return Cause("program", text, rank=number, batch=batch)  # the program's own fault, on all of them
         text, number, batch = next(iter(said.values()))
         return Cause("device", text, rank=number, batch=batch, suspects=tuple(said))
     node, (text, number, batch) = next(iter(said.items()))
@@ -215,7 +205,7 @@ def _hanging(ranks: Sequence[_Found], hang: str) -> Cause | None:
         first = min(chosen, key=lambda found: (-found.rank.late_seconds, found.rank.rank))
         head = f"rank {first.rank.rank} on {first.node} has made no progress"
         if late := max(found.rank.late_seconds for found in alive):
-            head += f" for {late:.0f} s"
+            head += f", and is {late:.0f} s late"
         message = f"{head}: {why.format(first.rank.where or 'code without a Python stack')}"
         if len(on) == 1:
             is_local = local and len({f.node for f in alive}) > 1

@@ -1,5 +1,5 @@
-"""`failures.jsonl` in the run folder: a line per start by a user and a line per failure. Every launcher, on every node,
-reads the same lines and comes to the same decision (`restart_policy`)."""
+"""`failures.jsonl` in the run folder: a line per start by a user and a line per failure, for people. What a supervisor
+goes by is in `state_file`."""
 
 import json
 import os

@@ -295,8 +295,8 @@ def _exhausted(group: Sequence[ClosedAttempt]) -> str:
              and not a.is_as_requested and not _is_smaller(group[:number])]  # fmt: skip
     if len(alike) < MAX_ALIKE:
         return ""
-    attempts = f"{count_of(len(alike), 'attempt')} on the same nodes"
-    return f"{attempts} have led to no new checkpoint; the last one: {last.cause.message}"
+    attempts = f"{count_of(len(alike), 'attempt')} have ended alike on the same nodes since the newest checkpoint"
+    return f"{attempts}; the last one: {last.cause.message}"
 
 
 def _detail(text: str) -> str:

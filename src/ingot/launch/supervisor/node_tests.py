@@ -5,15 +5,12 @@ messages per node, whatever the number of nodes; who is at fault is for `preflig
 Spare nodes answer the first question, too: one that is not fit is known before it is needed.
 """
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ingot.launch.messages import AllReduce, CheckNode, EndProbe, Failed, NodeChecked, ProbeReady, Reduced, StartProbe
 from ingot.launch.preflight.diagnosis import (
-    CLOCK_FAIL,
-    CLOCK_WARN,
     Group,
     PreflightResult,
     Problem,
@@ -22,6 +19,7 @@ from ingot.launch.preflight.diagnosis import (
     next_groups,
     nodes_that_differ,
     slow_devices,
+    wrong_clocks,
 )
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec
@@ -61,7 +59,6 @@ class NodeTests:
             {node: CheckNode(at) for node, at in asked.items()}, CHECK_SECONDS + ANSWER_SECONDS
         )
         own = {node: answers[node] for node in self.nodes}
-        self._note_spares({node: answers[node] for node in self.spares})
         found: dict[str, NodeChecked] = {}
         problems: list[Problem] = []
         for node, answer in own.items():
@@ -70,6 +67,8 @@ class NodeTests:
                 clocks[node] = answer.node_seconds - asked[node]
             else:
                 problems += self._unanswered(node, answer)
+        everywhere = set.intersection(*(set(answer.checks) for answer in found.values())) if found else set()
+        self._note_spares({node: answers[node] for node in self.spares}, everywhere)
         problems += failed_checks({node: answer.checks for node, answer in found.items()})
         named = {problem.host for problem in problems}
         differ = nodes_that_differ({node: answer.common for node, answer in found.items()})
@@ -86,28 +85,22 @@ class NodeTests:
         self.lost[node] = answer.reason if isinstance(answer, Failed) else f"{node}: answered something else"
         return []
 
-    def _note_spares(self, answers: Mapping[str, Any]) -> None:
+    def _note_spares(self, answers: Mapping[str, Any], everywhere: set[str]) -> None:
+        """Spares that could not be used; not for what fails on every node."""
         for node, answer in answers.items():
             if isinstance(answer, NodeChecked):
-                if answer.checks:
-                    self.unfit_spares[node] = next(iter(answer.checks.values()))
+                own = [sentence for check, sentence in answer.checks.items() if check not in everywhere]
+                if own:
+                    self.unfit_spares[node] = own[0]
             elif isinstance(answer, Failed) and answer.kind != "lost":
                 self.unfit_spares[node] = answer.reason
 
     def _wrong_clocks(self, ahead: Mapping[str, float]) -> list[Problem]:
-        """Of two clocks that differ, nobody knows which one is right, so the supervisor's decides."""
         if len(ahead) < 2:
             return []
-        usual = statistics.median_low(ahead.values()) if len(ahead) > 2 else 0.0
-        problems = []
-        for node, seconds in ahead.items():
-            off = seconds - usual
-            text = f"{node}: the clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}; start chrony"
-            if abs(off) >= CLOCK_FAIL:
-                problems.append(Problem(text, node))
-            elif abs(off) >= CLOCK_WARN:
-                self.result.notes.append(text)
-        return problems
+        found = wrong_clocks(ahead)
+        self.result.notes += found.notes
+        return found.problems
 
     async def _measure(self) -> list[Problem]:
         try:
@@ -195,16 +188,16 @@ def cause_of_problems(result: PreflightResult, nodes: Sequence[str]) -> Cause:
     first = next((p for p in result.problems if p.kind in FINAL_KINDS), result.problems[0])
     more = f" (and {len(result.problems) - 1} more)" if len(result.problems) > 1 else ""
     kind: Kind = first.kind if first.kind in FINAL_KINDS else "machine"  # type: ignore[assignment]
-    if kind in FINAL_KINDS:
-        return Cause(kind, first.message + more)
-    bad = result.bad_nodes
+    suspects = tuple(dict.fromkeys(node for problem in result.problems for node in problem.suspects))
+    if kind in FINAL_KINDS:  # seen by one node alone, it may be that node's view of the disk
+        alone = suspects[0] if len(suspects) == 1 else ""
+        return Cause(kind, first.message + more, alone, is_local=bool(alone))
+    named = [problem.host for problem in result.problems if problem.host and problem.exclude]
+    bad = list(dict.fromkeys(named))
+    if not bad and not suspects and not first.host and len(nodes) > 1:
+        return Cause("site", first.message + more)  # a disk that all nodes find full, say: it may pass
     if not bad:
-        return Cause(kind, first.message + more, first.host)
-    if len(bad) == len(nodes) > 1 or _is_a_guess(first, nodes):
-        return Cause(kind, first.message + more, suspects=tuple(bad if len(bad) > 1 else nodes))
+        return Cause(kind, first.message + more, first.host, suspects=suspects)
+    if len(bad) == len(nodes) > 1:
+        return Cause(kind, first.message + more, suspects=tuple(bad))
     return Cause(kind, first.message + more, bad[0], is_local=True, bad_nodes=tuple(bad[1:]))
-
-
-def _is_a_guess(problem: Problem, nodes: Sequence[str]) -> bool:
-    """With two nodes, one that differs from the other proves nothing about either."""
-    return len(nodes) == 2 and (" elsewhere" in problem.message or "it is unknown which node" in problem.message)

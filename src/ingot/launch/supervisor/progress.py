@@ -1,17 +1,41 @@
-"""What the run folder says about a run: how far it is, and why it stopped by itself."""
+"""How far a run is, by its folder, and why it stops."""
 
+import asyncio
 import json
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
 from ingot.launch.supervisor.records import StopReason
-from ingot.launch.supervisor.restart_policy import newest_checkpoint
 from ingot.training.runtime.run_files import STOP, STOPPED
+
+
+@dataclass
+class StopFlag:
+    """Whether somebody wants the run to stop, and why."""
+
+    reason: StopReason | None = None
+    detail: str = ""
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def set(self, reason: StopReason, detail: str = "") -> bool:
+        """Returns whether this is the first request."""
+        if self.reason is not None:
+            return False
+        self.reason, self.detail = reason, detail
+        self.event.set()
+        return True
 
 
 def progress_of(run: Path, verb: str) -> int:
     """The newest checkpoint of a training run, or the pieces that a preparation has done."""
     return newest_checkpoint(run) if verb == "train" else pieces_done(run)
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The step of the newest complete checkpoint; 0 if there is none."""
+    return max((int(p.parent.name) for p in (run / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")), default=0)
 
 
 def pieces_done(run: Path) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,6 +109,8 @@ class AgentServer:
     def __init__(self, launch: str, start: str, token: str, nodes: Iterable[str]):
         self.launch, self.start, self.token, self.nodes = launch, start, token, frozenset(nodes)
         self.links: dict[str, AgentLink] = {}
+        self.dropped: dict[str, float] = {}
+        """When connections broke."""
         self.events: asyncio.Queue[AgentEvent] = asyncio.Queue()
         self.arrived = asyncio.Condition()
         self.refused: list[str] = []
@@ -165,9 +168,12 @@ class AgentServer:
             await link.read(self.events)
             if self.links.get(link.node) is link:  # otherwise a newer connection has taken its place
                 del self.links[link.node]
+                self.dropped[link.node] = time.monotonic()
                 self.events.put_nowait(AgentEvent(link.node, None))
         except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError):
-            pass  # a stranger that knocked and left
+            pass  # a stranger that knocked and left, or the deputy that looks whether we are there
+        except asyncio.CancelledError:
+            pass  # by `close`; the callback of asyncio's streams would print it as an error
         finally:
             self._tasks.discard(task)
             with suppress(OSError, RuntimeError):

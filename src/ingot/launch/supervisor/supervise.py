@@ -32,12 +32,12 @@ from ingot.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERR
 from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE, Leave
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.attempt import AttemptRun, StopFlag, Times
+from ingot.launch.supervisor.attempt import AttemptRun, Times
 from ingot.launch.supervisor.cluster import Cluster
 from ingot.launch.supervisor.failure_log import record as record_failure
 from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
-from ingot.launch.supervisor.progress import progress_of, stop_reason_of
+from ingot.launch.supervisor.progress import StopFlag, progress_of, stop_reason_of
 from ingot.launch.supervisor.records import (
     FINAL_KINDS,
     Cause,
@@ -51,7 +51,7 @@ from ingot.launch.supervisor.records import (
     StopRequested,
 )
 from ingot.launch.supervisor.server import AgentServer
-from ingot.launch.supervisor.state_file import StateFile, Superseded, now
+from ingot.launch.supervisor.state_file import STATE, StateFile, Superseded, now, read_state
 from ingot.training.runtime.run_files import FINISHED, STOP
 
 RANK_PHASES = ("running", "evaluating", "saving")
@@ -95,10 +95,10 @@ class Supervisor:
         self.number = 0
         self.staged = spec.stage is None
         self.fatal: Superseded | None = None
-        self._stop_is_noted = False
         self._watch: asyncio.Task[None] | None = None
-        self._disk = ThreadPoolExecutor(1, "ingot-state")
-        self._rank_phase_at = float("-inf")
+        self._stop_is_noted = False
+        self._disk, self._rank_phase_at = ThreadPoolExecutor(1, "ingot-state"), float("-inf")
+        self._pending_phase: PhaseBegan | None = None
 
     async def run(self) -> int:
         """Returns the exit code of the job."""
@@ -108,6 +108,9 @@ class Supervisor:
             return EXIT_FINISHED
         nodes = await self.cluster.nodes()
         self.server = AgentServer(self.spec.run_folder, f"{self.start}.0", self.token, nodes)
+        address = f"{self.cluster.host}:{await self.server.listen(port=self.port)}"
+        await self.cluster.start_deputy(nodes, address)
+        self.env = {ADDRESS_VARIABLE: address, TOKEN_VARIABLE: self.server.token, START_VARIABLE: self.server.start}
         self._listen_to_signals()
         try:
             return await self._lead(nodes)
@@ -115,11 +118,11 @@ class Supervisor:
             self._say(str(error))
             return EXIT_FAULT
         finally:
-            watch = self._watch
-            if watch is not None:
-                watch.cancel()
+            watch = [self._watch] if self._watch is not None else []
+            for task in watch:
+                task.cancel()
             leave = self.server.request_all(dict.fromkeys(list(self.server.links), Leave()), self.times.leave)
-            await asyncio.gather(leave, *([watch] if watch is not None else []), return_exceptions=True)
+            await asyncio.gather(leave, *watch, return_exceptions=True)
             await self.server.close()
             await self.cluster.end_agents()
 
@@ -138,9 +141,6 @@ class Supervisor:
             if launch_end(read_history(self.state.records)) is None:
                 await self._record(verdict)
             return await self._act(verdict)
-        port = await self.server.listen(port=self.port)
-        self.env = {ADDRESS_VARIABLE: f"{self.cluster.host}:{port}", TOKEN_VARIABLE: self.server.token,
-                    START_VARIABLE: self.server.start}  # fmt: skip
         while True:
             verdict = await self._attempt()
             if verdict.judged.action not in ("restart", "swap", "wait"):
@@ -155,9 +155,13 @@ class Supervisor:
     async def _begin(self) -> None:
         """A launch by an earlier version, or a share of a preparation, has no record of it."""
         launched = read_history(self.state.records).launched
-        if launched is None:
+        whole = None
+        if self.share is not None:  # the whole preparation's record is in the folder above
+            whole = await self._on_disk(lambda: read_history(read_state(self.launch.path / STATE)).launched)
+        launch = whole.launch if whole is not None else self.cluster.job
+        if launched is None or (self.share is not None and launched.launch != launch):
             nodes = self.spec.nodes if self.share is None else 1
-            await self._add(Launched(time=now(), launch=self.cluster.job, back_end="slurm", nodes=nodes,
+            await self._add(Launched(time=now(), launch=launch, back_end="slurm", nodes=nodes,
                                      spares=self.spec.spares, chain=self.spec.chain))  # fmt: skip
 
     def _nothing_to_do(self) -> str:
@@ -211,6 +215,7 @@ class Supervisor:
 
     async def _close(self, opened: Opened, cause: Cause, attempt: AttemptRun | None = None) -> Verdict:
         """Write down how an attempt ended, and judge it."""
+        self._pending_phase = None
         step = await self._progress(opened.step)
         if cause.kind == "stopped" and self.stop.reason is None and attempt is not None:
             said = await self._on_disk(lambda: stop_reason_of(self.run_folder))
@@ -228,6 +233,8 @@ class Supervisor:
             await self._leave_out_lost_nodes(read_history(self.state.records).usable_nodes())
         verdict = judge(self.state.records, now(), self.spec.run_folder)
         await self._record(verdict)
+        if verdict.judged.action == "wait":  # nothing else may reach people while the disk is full
+            await self.cluster.comment(f"ingot: {verdict.judged.reason}: {cause.message}")
         return verdict
 
     async def _close_what_is_open(self) -> Verdict | None:
@@ -241,13 +248,12 @@ class Supervisor:
                 return verdict
             return None
         host = history.starts[-1].host if history.starts else ""
-        if history.stop is not None:
-            return await self._close(
-                history.open, Cause("stopped", "it was asked to stop, and ended before it could report")
-            )
-        down = {item.node: item.reason for item in await self.cluster.lost_nodes([host]) if not item.is_drained}
-        if host in down:
-            cause = Cause("lost", f"{host}, which led the job, died: {down[host]}", host, is_local=True)
+        lost = await self.cluster.lost_nodes([host, *history.open.nodes])
+        if down := {item.node: item.reason for item in lost if not item.is_drained}:
+            node = host if host in down else next(iter(down))
+            cause = Cause("lost", f"{node} died: {down[node]}", node, is_local=True)
+        elif history.stop is not None:
+            cause = Cause("stopped", "it was asked to stop, and ended before it could report")
         else:
             cause = Cause("supervisor", f"the supervisor on {host} ended before it could report why", host)
         return await self._close(history.open, cause)
@@ -262,8 +268,7 @@ class Supervisor:
 
     async def _act(self, verdict: Verdict) -> int:
         judged = verdict.judged
-        text = f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else "")
-        self._say(text)
+        self._say(text := f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else ""))
         await self.cluster.comment(f"ingot: {text}")
         if judged.action == "finish":
             if self.share is not None and self.share.name == "last":
@@ -279,11 +284,10 @@ class Supervisor:
         return await self._requeue()
 
     async def _requeue(self) -> int:
-        code = EXIT_FINISHED if self.stop.reason == "time-limit" else EXIT_FAULT
+        code, waited = EXIT_FINISHED if self.stop.reason == "time-limit" else EXIT_FAULT, 0.0
         if await self.cluster.has_successor():
             return code
         out = list(read_history(self.state.records).excluded)
-        waited = 0.0
         while not await self.cluster.requeue(out):
             if waited >= REQUEUE_SECONDS or await self.cluster.is_answering():
                 self._say("the cluster refuses to queue the job again; `ingot launch resume` continues")
@@ -303,6 +307,7 @@ class Supervisor:
 
     async def _watch_stop_file(self) -> None:
         while True:
+            self._write_phase(False)
             if self.stop.reason is not None:
                 await self._note_stop()
                 await asyncio.sleep(self.times.poll)
@@ -343,14 +348,18 @@ class Supervisor:
             self._say(f"cannot write {self.state.path}: {type(record).__name__} is kept in memory")
 
     def _note_phase(self, phase: Phase, detail: str) -> None:
-        clock = asyncio.get_running_loop().time()
-        if phase in RANK_PHASES:
-            if clock - self._rank_phase_at < RANK_PHASE_SECONDS:
-                return
-            self._rank_phase_at = clock
         history = read_history(self.state.records)
         epoch = history.open.epoch if history.open is not None else 0
-        record = PhaseBegan(time=now(), epoch=epoch, phase=phase, detail=detail)
+        self._pending_phase = PhaseBegan(time=now(), epoch=epoch, phase=phase, detail=detail)
+        self._write_phase(phase not in RANK_PHASES)
+
+    def _write_phase(self, at_once: bool) -> None:
+        """What the ranks do changes with every save: it is written down every ten seconds at most."""
+        clock = asyncio.get_running_loop().time()
+        if self._pending_phase is None or (not at_once and clock - self._rank_phase_at < RANK_PHASE_SECONDS):
+            return
+        self._rank_phase_at = float("-inf") if at_once else clock
+        record, self._pending_phase = self._pending_phase, None
         self._disk.submit(self._append_phase, record)
 
     def _append_phase(self, record: PhaseBegan) -> None:

@@ -1,0 +1,200 @@
+"""A job on Slurm, as its supervisor sees it: nodes, agents, time, the way back into the queue.
+
+One srun starts all agents, spares included, and ends with them: it does not end a step because one of its tasks has
+failed, or one of its nodes. Of a task that ends, srun says so; that is faster than waiting for an agent that never was.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ingot.launch.image import expected_sum
+from ingot.launch.messages import ADDRESS_VARIABLE
+from ingot.launch.protocol import CLUSTER_AGENT, LaunchFolder
+from ingot.launch.slurm.script import node_python, script_body, srun_options
+from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor.cluster import AgentEnded, LostNode
+
+ANSWER_SECONDS = 20.0  # for a command of Slurm
+STAGE_SECONDS = 3600.0
+END_SECONDS = 5.0  # for srun, once its agents have been told to leave
+TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
+MAX_COMMENT = 1000
+DEPUTY = "ingot.launch.slurm.deputy"
+LOST_STATES = ("down", "fail", "error", "unknown", "future")
+DRAINED_STATES = ("drain", "maint", "reboot")
+
+
+class SlurmCluster:
+    """The allocation that this process runs in."""
+
+    def __init__(self, spec: LaunchSpec, env: Mapping[str, str] = os.environ):
+        self.spec, self.env = spec, dict(env)
+        self.job = env["SLURM_JOB_ID"]
+        self.restart = int(env.get("SLURM_RESTART_COUNT", "0"))
+        self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
+        self.ended: asyncio.Queue[AgentEnded] = asyncio.Queue()
+        self.launch = LaunchFolder(Path(spec.run_folder))
+        self._image: list[str] = []
+        self._sruns: list[asyncio.subprocess.Process] = []
+        self._deputy: asyncio.subprocess.Process | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def nodes(self) -> list[str]:
+        return await self._host_names(self.env["SLURM_JOB_NODELIST"])
+
+    async def stage(self) -> dict[str, str]:
+        assert self.spec.stage is not None and self.spec.image is not None
+        digest = expected_sum(Path(self.spec.image))
+        script = script_body("stage_image.sh") + (
+            'said=$(stage_image "$1" "$2" "$3" 2>&1) && echo "staged $SLURMD_NODENAME"'
+            ' || echo "failed $SLURMD_NODENAME ${said:-with another checksum}"'
+        )
+        nodes = await self.nodes()
+        command = ["srun", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--overlap", "--no-kill",
+                   "--kill-on-bad-exit=0", "bash", "-c", script, "stage", self.spec.image, self.spec.stage,
+                   digest]  # fmt: skip
+        _, said = await self._ask(*command, seconds=STAGE_SECONDS)
+        self._image = [f"--container-image={self.spec.stage}/{digest}.sqsh"]
+        staged = set(re.findall(r"^staged (\S+)$", said, re.MULTILINE))
+        failed = dict(re.findall(r"^failed (\S+) (.*)$", said, re.MULTILINE))
+        return {node: failed.get(node, "the node did not answer") for node in nodes if node not in staged}
+
+    async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
+        with contextlib.suppress(OSError):  # a full disk: srun says so
+            self.launch.output.mkdir(parents=True, exist_ok=True)
+        number = len(self._sruns)
+        output = self.launch.output / f"{self.job}.{self.restart}.{number}.%n.out"
+        command = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1",
+                   f"--nodelist={','.join(nodes)}", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
+                   "--open-mode=append", f"--output={output}", *srun_options(self.spec), *self._image,
+                   node_python(self.spec), "-m", CLUSTER_AGENT, "--spec", str(self.launch.spec_file)]  # fmt: skip
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE, env={**self.env, **env}, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            for node in nodes:
+                self.ended.put_nowait(AgentEnded(node, f"cannot start srun: {error.strerror or error}"))
+            return
+        self._sruns.append(process)
+        task = asyncio.ensure_future(self._listen(process, list(nodes)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await self.start_deputy(nodes, env[ADDRESS_VARIABLE])
+
+    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
+        """On another node than this one; where that node dies, the next agents bring a new one."""
+        elsewhere = [node for node in nodes if node != self.host]
+        running = self._deputy is not None and self._deputy.returncode is None
+        if not self.spec.spares or not elsewhere or running:  # without spares, Slurm itself requeues the job
+            return
+        command = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={elsewhere[-1]}", "--overlap", "--no-kill",
+                   "--wait=0", "--cpu-bind=none", sys.executable, "-m", DEPUTY, self.job, address]  # fmt: skip
+        with contextlib.suppress(OSError):
+            self._deputy = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL, env=self.env, start_new_session=True,
+            )  # fmt: skip
+
+    async def _listen(self, process: asyncio.subprocess.Process, nodes: list[str]) -> None:
+        """What srun says of its tasks, to the end."""
+        assert process.stderr is not None
+        last = ""
+        while raw := await process.stderr.readline():
+            line = raw.decode(errors="replace").strip()
+            with contextlib.suppress(OSError):
+                os.write(1, f"{line}\n".encode())
+            last = line if "error" in line else last
+            if found := TASK_ENDED.match(line):
+                for node in await self._host_names(found[1]):
+                    self.ended.put_nowait(AgentEnded(node, found[2]))
+        code = await process.wait()
+        for node in nodes:
+            self.ended.put_nowait(AgentEnded(node, last or f"srun ended with exit code {code}"))
+
+    async def end_agents(self) -> None:
+        if self._deputy is not None and self._deputy.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._deputy.terminate()
+            self._sruns.append(self._deputy)
+        running = [process for process in self._sruns if process.returncode is None]
+        for wait, number in ((END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL), (1.0, None)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await asyncio.gather(*(process.wait() for process in running))
+                    return
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    if number is not None:
+                        process.send_signal(number)
+
+    async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
+        if not nodes:
+            return []
+        code, said = await self._ask("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N|%T|%E")
+        found: dict[str, LostNode] = {}
+        for line in said.splitlines() if code == 0 else []:
+            node, _, rest = line.strip().partition("|")
+            state, _, reason = rest.partition("|")
+            why = state if reason in ("", "none") else f"{state}: {reason}"
+            if state.startswith(DRAINED_STATES):
+                found[node] = LostNode(node, why, is_drained=True)
+            elif state.startswith(LOST_STATES) or state.endswith("*"):
+                found[node] = LostNode(node, why)
+        return list(found.values())
+
+    async def is_answering(self) -> bool:
+        code, said = await self._ask("scontrol", "ping")
+        return code == 0 and " UP" in said
+
+    async def requeue(self, exclude: Sequence[str]) -> bool:
+        """Slurm ends this process as soon as the job is in the queue again, with a signal that is not for the run."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        code, said = await self._ask("scontrol", "requeue", self.job)
+        if code:
+            os.write(1, f"scontrol requeue: {said}\n".encode())
+            return False
+        if exclude:
+            names = ",".join([*self.spec.exclude, *exclude])
+            code, said = await self._ask("scontrol", "update", f"JobId={self.job}", f"ExcNodeList={names}")
+            if code:
+                os.write(1, f"scontrol update ExcNodeList: {said}\n".encode())
+        return True
+
+    async def has_successor(self) -> bool:
+        return self.spec.verb == "train" and self.env.get("SLURM_ARRAY_TASK_ID") != self.env.get("SLURM_ARRAY_TASK_MAX")
+
+    async def comment(self, text: str) -> None:
+        words = " ".join(text.split())[:MAX_COMMENT]
+        await self._ask("scontrol", "update", f"JobId={self.job}", f"Comment={words}")
+
+    async def _host_names(self, names: str) -> list[str]:
+        if "[" not in names:
+            return names.split(",")
+        return (await self._ask("scontrol", "show", "hostnames", names))[1].split()
+
+    async def _ask(self, *command: str, seconds: float = ANSWER_SECONDS) -> tuple[int, str]:
+        """Exit code and output of a command; no exit code is 0 unless it answered in time."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT, env=self.env,
+            )  # fmt: skip
+        except OSError as error:
+            return 127, f"{command[0]}: {error.strerror or error}"
+        try:
+            async with asyncio.timeout(seconds):
+                said, _ = await process.communicate()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            return 124, f"{command[0]} did not answer within {seconds:g} s"
+        return process.returncode or 0, said.decode(errors="replace")

@@ -1,0 +1,98 @@
+"""The job script, and what keeps a job from standing still when its first node dies."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from specs import put_on_path, spec
+
+from ingot.launch.preflight import preflight
+from ingot.launch.preflight.diagnosis import PreflightResult
+from ingot.launch.preflight.preflight import Preflight
+from ingot.launch.protocol import LaunchFolder
+from ingot.launch.slurm import deputy
+from ingot.launch.slurm.script import render_scripts
+from ingot.launch.spec import LaunchSpec
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> LaunchSpec:
+    run = spec(image=None, run_folder=str(tmp_path / "run"), workdir=str(tmp_path))
+    run.write()
+    return run
+
+
+def run_script(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", script], env={**os.environ, **env}, capture_output=True, text=True)
+
+
+def test_a_node_without_the_interpreter_says_so_in_one_sentence(launched: LaunchSpec) -> None:
+    script = render_scripts(launched)["job.sh"].replace(sys.executable, "/nowhere/bin/python")
+    done = run_script(script, SLURMD_NODENAME="n1")
+    assert done.returncode == 2 and "/nowhere/bin/python is not on n1: install ingot-llm in a folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_script_becomes_the_supervisor(launched: LaunchSpec, tmp_path: Path) -> None:
+    """Slurm signals the process of the script: it must be the supervisor itself."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/bash\necho "$$ $PPID $*"\n')
+    program.chmod(0o755)
+    script = render_scripts(launched)["job.sh"].replace(sys.executable, str(program))
+    done = run_script("echo $$\n" + script)
+    first, second = done.stdout.splitlines()
+    assert second.split()[0] == first
+    assert second.endswith(f"-m ingot.launch.supervisor.main --spec {launched.folder / 'spec.json'}")
+
+
+@pytest.mark.parametrize(("nodes", "spares", "kept"), [(1, 0, False), (1, 1, True), (2, 0, False), (2, 2, True)])
+def test_a_job_with_spares_outlives_its_nodes(nodes: int, spares: int, kept: bool) -> None:
+    script = render_scripts(spec(nodes=nodes, spares=spares))["job.sh"]
+    assert ("#SBATCH --no-kill" in script.splitlines()) == kept
+
+
+def test_the_supervisor_loads_no_torch() -> None:
+    code = "import sys, ingot.launch.supervisor.main, ingot.launch.slurm.deputy; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_deputy_queues_the_job_again_when_the_supervisor_is_gone_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "scontrol")
+    monkeypatch.setattr(deputy, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(deputy, "PATIENCE_SECONDS", 0.5)
+    server = socket.create_server(("127.0.0.1", 0))
+    port, greeted = server.getsockname()[1], 0
+    watch = threading.Thread(target=deputy.main, args=("77", f"127.0.0.1:{port}"))
+    watch.start()
+    for _ in range(20):
+        connection, _ = server.accept()
+        connection.sendall(b'{"message":"challenge"}\n')
+        connection.close()
+        greeted += 1
+    assert greeted == 20 and not calls.exists()
+    server.close()
+    watch.join(20)
+    assert calls.read_text() == '["requeue", "77"]\n'
+
+
+def test_a_job_that_0_1_has_queued_ends_with_what_to_do(launched: LaunchSpec) -> None:
+    command = [sys.executable, "-m", "ingot.launch.worker", "--spec", str(launched.folder / "spec.json")]
+    done = subprocess.run(command, env=os.environ | {"INGOT_JOB_ATTEMPT": "7.0.1"}, capture_output=True, text=True)
+    launch = LaunchFolder(Path(launched.run_folder))
+    assert done.returncode == 3 and launch.result("7.0.1") == 3
+    assert (
+        f"`ingot launch resume {launch.run}` continues" in str(launch.halted()) and len(done.stderr.splitlines()) == 1
+    )
+
+
+def test_a_result_that_never_came_is_recorded(launched: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "ROUND_SECONDS", 0.01)
+    noted: list[PreflightResult] = []
+    result = Preflight(launched, "7.0.1", 1, {})._read_result(noted.append)
+    assert noted == [result] and "has written no result" in result.problems[0].message
