@@ -47,7 +47,14 @@ def rank_of(run: SupervisedRun, node: str) -> int:
 
 def test_a_device_error_on_a_node_brings_the_spare(data: Path, whole: Path, tmp_path: Path) -> None:
     run = SupervisedRun(data, tmp_path, spares=1, kind="device", node="n2", batch=11, attempts="all")
-    assert run.to_the_end() == 0, run.said()
+    warm = []
+
+    async def look() -> None:
+        await until(lambda: run.batches() >= 3)
+        warm.append(rank_of(run, "n3"))
+
+    assert meanwhile(run, look) == 0, run.said()
+    assert warm, "the spare has imported torch before it is needed"
     assert run.causes == [("device", "n2"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n1", "n3")]
     assert run.excluded == ["n2"]
     phases = [record.phase for record in run.of(PhaseBegan)]

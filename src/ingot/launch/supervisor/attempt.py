@@ -331,6 +331,9 @@ class AttemptRun:
                     gone.setdefault(node, "its agent has gone")
             self._note_ended()
             gone = {node: self.ended.get(node, why) for node, why in self._first_of(gone).items()}
+            if gone and await self._is_alone(evidence):
+                reach = f"{self.cluster.host} reaches neither {', '.join(gone)} nor the cluster's controller"
+                return Cause("site", f"{reach}: its own network, perhaps")
             cause = diagnose(self.nodes, evidence, gone, await self._cut_off(gone), what if is_hang else "")
             if self.stop.reason is not None and ENDED_BY_SIGNAL.search(cause.message):
                 return Cause("stopped", f"the signal to stop ended it before it could save: {cause.message}")
@@ -349,6 +352,11 @@ class AttemptRun:
             return cause
         batch = max((rank.batch for found in evidence.values() for rank in found.ranks), default=-1)
         return msgspec.structs.replace(cause, batch=batch)
+
+    async def _is_alone(self, evidence: Mapping[str, NodeEvidence]) -> bool:
+        """Whether this node is more likely cut off than those that it lost: it hears of no other node, and the
+        cluster's controller does not answer either."""
+        return set(evidence) <= {self.cluster.host} and not await self.cluster.is_answering()
 
     async def _cut_off(self, lost: Mapping[str, str] | Sequence[str]) -> list[str]:
         """Of the lost nodes, those that have died as nodes, by what the cluster or they themselves say."""

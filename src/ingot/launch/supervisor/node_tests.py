@@ -2,9 +2,11 @@
 
 Each node is asked what it finds about itself, then its devices and the network are measured. That is a handful of
 messages per node, whatever the number of nodes; who is at fault is for `preflight.diagnosis`, a set of pure functions.
-Spare nodes answer the first question, too: one that is not fit is known before it is needed.
+Spare nodes are asked and measured, too: one that is not fit is known before it is needed, and one that is fit stays
+warm, with torch imported.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +32,7 @@ from ingot.plurals import count_of
 CHECK_SECONDS = 30.0  # for a node to examine itself, on a slow disk
 READY_SECONDS = 60.0  # for torch to be imported from there
 ROUND_SECONDS = 20.0  # for an all-reduce
+SPARE_SECONDS = 5.0  # longer than the nodes themselves, for spares to do the same
 ANSWER_SECONDS = 2.0  # for an answer to arrive
 
 
@@ -104,7 +107,10 @@ class NodeTests:
 
     async def _measure(self) -> list[Problem]:
         try:
+            warm = asyncio.ensure_future(self._warm_spares())
             ready, problems = await self._start_probes(self.nodes)
+            await asyncio.wait((warm,), timeout=SPARE_SECONDS)
+            warm.cancel()  # what it has begun on a slow spare goes on
             if problems or self.lost:
                 return problems
             slow = slow_devices({node: answer.tflops for node, answer in ready.items()})
@@ -117,6 +123,17 @@ class NodeTests:
             return await self._test_network(ready, processes)
         finally:
             await self.server.request_all(dict.fromkeys(self.nodes, EndProbe()), ANSWER_SECONDS)
+
+    async def _warm_spares(self) -> None:
+        """Have the spares import torch and measure their devices now, and keep the processes: when one takes a node's
+        place, they only measure again."""
+        spares = [node for node in self.spares if node not in self.unfit_spares]
+        answers = await self.server.request_all(
+            dict.fromkeys(spares, StartProbe(READY_SECONDS)), READY_SECONDS + ANSWER_SECONDS
+        )
+        for node, answer in answers.items():
+            if isinstance(answer, ProbeReady) and answer.error:
+                self.unfit_spares[node] = answer.error
 
     async def _start_probes(self, nodes: Sequence[str]) -> tuple[dict[str, ProbeReady], list[Problem]]:
         answers = await self.server.request_all(
