@@ -377,9 +377,10 @@ def test_an_epoch_that_is_over_cannot_be_started_and_a_newer_one_replaces_the_ra
 def test_two_nodes_are_checked_measured_and_measured_again(tmp_path: Path) -> None:
     async def test() -> None:
         async with nodes(tmp_path) as here:
-            side = here.side
+            side, tmp = here.side, tmp_path / "tmp"
+            tmp.mkdir()
             for name in ("n1", "n2"):
-                here.start(name)
+                here.start(name, TMPDIR=str(tmp))
             checked = [await side.ask(CheckNode(time.time()), name) for name in ("n1", "n2")]
             assert checked[0].checks == {} and checked[0].common == checked[1].common
             assert abs(checked[0].node_seconds - time.time()) < 10
@@ -398,6 +399,12 @@ def test_two_nodes_are_checked_measured_and_measured_again(tmp_path: Path) -> No
             assert (await side.ask(StartProbe(60), "n1")).error == "" and ranks_of(here.processes["n1"]) != processes
             await side.ask(EndProbe(), "n1")
             await until(lambda: not ranks_of(here.processes["n1"]))
+            here.processes["n2"].kill()  # what it leaves is removed by the next one
+            await asyncio.to_thread(here.processes["n2"].wait)
+            await side.ask(StartProbe(60), "n1")
+            assert len(list(tmp.glob("ingot-*"))) == 1
+            await side.ask(EndProbe(), "n1")
+            assert not list(tmp.glob("ingot-*"))
 
     run(test)
 

@@ -5,10 +5,9 @@ torch and talked to the other nodes, and is measured again before it takes a nod
 """
 
 import contextlib
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
+from ingot.launch.agent.rank_group import own_folder
 from ingot.launch.messages import AllReduce, ProbeReady, Reduced
 from ingot.launch.preflight.allreduce_probe import Probe
 from ingot.launch.preflight.node_checks import Report, check_node
@@ -27,7 +26,7 @@ class NodePreflight:
         self.spec, self.env = spec, env
         self.profile: Profile = find_profile(spec.profile)
         self._probe: Probe | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._closing = contextlib.ExitStack()
         self._is_used = False
 
     def check(self) -> Report:
@@ -39,9 +38,8 @@ class NodePreflight:
         if self._probe is not None and not self._probe.is_well:
             self.end()
         if self._probe is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="ingot-preflight-", ignore_cleanup_errors=True)
-            log = Path(self._folder.name) / "nccl.log"
-            self._probe, self._is_used = Probe(self.spec.gpus_per_node, log, self.env), False
+            folder = self._closing.enter_context(own_folder())
+            self._probe, self._is_used = Probe(self.spec.gpus_per_node, folder / "nccl.log", self.env), False
 
     def ready(self, seconds: float) -> ProbeReady:
         """Wait for the processes to import torch and to measure the devices, or to measure them again."""
@@ -74,10 +72,8 @@ class NodePreflight:
         if self._probe is not None:
             self._probe.end()
             self._probe = None
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                self._folder.cleanup()
-            self._folder = None
+        with contextlib.suppress(OSError):
+            self._closing.close()
 
     def _too_slow(self, speed: float, nodes: int) -> str:
         return too_slow(self.profile, self.spec.gpus_per_node, speed, nodes)
