@@ -21,6 +21,7 @@ from ingot.launch.monitor.run_state import Facts, describe
 from ingot.launch.monitor.status import Status, read_status
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.history import read_history
+from ingot.launch.supervisor.progress import who_asked
 from ingot.launch.supervisor.records import Cause, Excluded, PhaseBegan, StopRequested
 from ingot.launch.supervisor.state_file import StateFile
 
@@ -256,6 +257,18 @@ def test_the_state_does_not_depend_on_this_machines_clock(
     for skew in (-90.0, 90.0):
         monkeypatch.setattr(time, "time", lambda skew=skew: owner.stat().st_mtime + skew)
         assert read_status(run).state == "running"
+
+
+@pytest.mark.parametrize(
+    ("content", "asked"),
+    [("ada@login1, 2026-01-01T10:00:00\n", "STOP by ada@login1, 2026-01-01T10:00:00"), ("", "STOP in the run folder"),
+     ("x" * 5000, f"STOP by {'x' * 200}"), ("one\ntwo\n", "STOP by one")],
+)  # fmt: skip
+def test_who_asked_for_a_stop_is_what_the_file_says(tmp_path: Path, content: str, asked: str) -> None:
+    (tmp_path / "STOP").write_text(content)
+    assert who_asked(tmp_path) == asked
+    (tmp_path / "STOP").write_bytes(b"\xff\xfe")
+    assert who_asked(tmp_path) == "STOP in the run folder"
 
 
 def test_requeues_and_cancellation_are_shown(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

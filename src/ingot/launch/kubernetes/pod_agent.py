@@ -21,15 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERROR, ConfigError, IngotError
-from ingot.launch.kubernetes.pod_cluster import (
-    CLUSTER_AGENT,
-    RESTART_VARIABLE,
-    PodCluster,
-    agent_environment,
-    machines_folder,
-)
+from ingot.launch.kubernetes.pod_cluster import RESTART_VARIABLE, PodCluster, agent_environment, machines_folder
 from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE
-from ingot.launch.protocol import ATTEMPT_VARIABLE, EXIT_NEW_PODS, NODE_RANK_VARIABLES, LaunchFolder
+from ingot.launch.protocol import ATTEMPT_VARIABLE, CLUSTER_AGENT, EXIT_NEW_PODS, NODE_RANK_VARIABLES, LaunchFolder
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor.failure_log import mark_start, node_name
 from ingot.launch.supervisor.history import LAUNCH_ENDING_STOPS, read_history

@@ -14,11 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ingot.launch.messages import ADDRESS_VARIABLE
-from ingot.launch.protocol import RENDEZVOUS_VARIABLES, LaunchFolder
+from ingot.launch.protocol import CLUSTER_AGENT, RENDEZVOUS_VARIABLES, LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
 
-CLUSTER_AGENT = "ingot.launch.agent.cluster_agent"
 RESTART_VARIABLE = "INGOT_RESTART"
 """How often Kubernetes has replaced the pods; a PyTorchJob does not say."""
 PODS = "pods"

@@ -28,6 +28,9 @@ class StopFlag:
         return True
 
 
+MOST_CHARACTERS = 200  # of the file STOP
+
+
 def progress_of(run: Path, verb: str) -> int:
     """The newest checkpoint of a training run, or the pieces that a preparation has done."""
     return newest_checkpoint(run) if verb == "train" else pieces_done(run)
@@ -47,14 +50,22 @@ def pieces_done(run: Path) -> int:
     return pieces
 
 
+def who_asked(run: Path) -> str:
+    """Who created the file STOP: `ingot stop` writes down who and when."""
+    with suppress(OSError, UnicodeDecodeError):
+        if said := (run / STOP).read_text(encoding="utf-8").strip()[:MOST_CHARACTERS].partition("\n")[0]:
+            return f"{STOP} by {said}"
+    return f"{STOP} in the run folder"
+
+
 def stop_reason_of(run: Path) -> tuple[StopReason, str] | None:
     """Why a run saved and stopped though the supervisor has not asked it to; None if it does not say."""
     if (run / STOP).exists():
-        return "user", f"{STOP} in the run folder"
+        return "user", who_asked(run)
     try:
         reason = str(json.loads((run / STOPPED).read_text(encoding="utf-8"))["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if reason.startswith("SIG"):
         return "signal", reason
-    return "wall-time", reason
+    return "wall-time", "" if "max_wall_time" in reason else reason

@@ -37,7 +37,7 @@ from ingot.launch.supervisor.cluster import Cluster
 from ingot.launch.supervisor.failure_log import record as record_failure
 from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
-from ingot.launch.supervisor.progress import StopFlag, progress_of, stop_reason_of
+from ingot.launch.supervisor.progress import StopFlag, progress_of, stop_reason_of, who_asked
 from ingot.launch.supervisor.records import (
     FINAL_KINDS,
     Cause,
@@ -313,7 +313,7 @@ class Supervisor:
                 await asyncio.sleep(self.times.poll)
                 continue
             if await self._on_disk((self.run_folder / STOP).exists, default=False):
-                self.stop.set("user", f"{STOP} in the run folder")
+                self.stop.set("user", await self._on_disk(lambda: who_asked(self.run_folder), default=STOP))
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.times.poll):
