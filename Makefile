@@ -7,7 +7,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || echo https://download
 PIP = .venv/bin/python -m pip install --quiet --retries 1 --disable-pip-version-check --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: setup demo test docs docs-serve examples faults slurm lint clean
+.PHONY: setup demo test docs docs-serve examples faults slurm chaos lint clean
 
 setup: .venv/.ready
 
@@ -50,8 +50,12 @@ faults: setup
 		tests/checkpoint/test_hostile.py tests/parallel/test_reshard.py tests/train/test_resume.py -m "slow or not slow"
 
 slurm: setup
-	.venv/bin/python -m pytest tests/launch tests/examples/test_examples.py::test_on_slurm_the_small_form_is_two_nodes_of_a_job \
+	INGOT_CHAOS_FAULTS=6 .venv/bin/python -m pytest tests/launch tests/examples/test_examples.py::test_on_slurm_the_small_form_is_two_nodes_of_a_job \
 		-m "slow or not slow"
+
+# random faults of a seed and of those after it; rows go to benchmarks/results/chaos.json
+chaos: setup
+	PYTHONPATH=tests:tests/launch .venv/bin/python -m chaos --faults $(or $(FAULTS),6) --seed $(or $(SEED),1)
 
 lint: setup
 	.venv/bin/ruff check .

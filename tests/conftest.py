@@ -34,6 +34,7 @@ TINY = [
 
 WORKER_GROUPS = {
     "slurm": ["launch/test_array", "launch/test_preflight", "launch/test_queue", "launch/test_slurm", "launch/test_transport"],
+    "chaos": ["launch/test_chaos"],
     "object-store": ["data/test_cache", "checkpoint/test_remote"],
     "parity": ["parallel/test_parity"],
     "readme": ["test_readme"],

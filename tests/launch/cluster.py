@@ -92,10 +92,12 @@ def _path() -> str:
 class Cluster:
     """Nodes n1 to nN, in the partition `main`."""
 
-    def __init__(self, folder: Path, nodes: int):
+    def __init__(self, folder: Path, nodes: int, number: int = 0):
+        """number: tells clusters of one process apart."""
         self.folder, self.nodes = folder, nodes
-        self.number = os.getpid() % 200 + 20
-        self.bridge, self.net = f"ig{os.getpid() % 100000}", f"198.18.{self.number}"
+        self.key = os.getpid() + 7919 * number
+        self.number = self.key % 200 + 20
+        self.bridge, self.net = f"ig{self.key % 100000}", f"198.18.{self.number}"
         defaults = str(Path(__file__).parent / "defaults.yaml")
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(),
                                  "INGOT_LAUNCH_DEFAULTS": defaults}  # fmt: skip
@@ -121,7 +123,7 @@ class Cluster:
         (folder / "nsswitch").write_text("\n".join(lines) + "\n")
         (folder / "plugstack.conf").touch()
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        port = 20000 + (os.getpid() * 13) % 10000
+        port = 20000 + (self.key * 13) % 10000
         conf = CONF.format(net=self.net, port=port, folder=folder)
         conf += "NodeName=DEFAULT CPUs=4 RealMemory=4000 State=UNKNOWN\n"
         for i in range(1, self.nodes + 1):

@@ -1,5 +1,6 @@
 """The job script, and what keeps a job from standing still when its first node dies."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from ingot.launch.preflight.diagnosis import PreflightResult
 from ingot.launch.preflight.preflight import Preflight
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm import deputy
+from ingot.launch.slurm.allocation import SlurmCluster
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec
 
@@ -96,3 +98,14 @@ def test_a_result_that_never_came_is_recorded(launched: LaunchSpec, monkeypatch:
     noted: list[PreflightResult] = []
     result = Preflight(launched, "7.0.1", 1, {})._read_result(noted.append)
     assert noted == [result] and "has written no result" in result.problems[0].message
+
+
+def test_a_controller_that_has_just_started_knows_no_node_and_none_is_lost(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sinfo prints after a restart of slurmctld, until the nodes have reported."""
+    said = ["n1|unknown|none", "n2|unknown*|none", "n3|down*|Not responding", "n4|drained|disk", "n5|allocated|none"]
+    put_on_path(monkeypatch, tmp_path / "bin", "sinfo", f"print({chr(10).join(said)!r})")
+    cluster = SlurmCluster(launched, {**os.environ, "SLURM_JOB_ID": "1"})
+    lost = asyncio.run(cluster.lost_nodes(["n1", "n2", "n3", "n4", "n5"]))
+    assert [(item.node, item.is_drained) for item in lost] == [("n3", False), ("n4", True)]

@@ -2,8 +2,9 @@
 
 INGOT_TEST_FAULT is JSON: {"kind", "rank", "batch", "attempts"}, with "node" (a host name) instead of "rank" for a fault that
 stays with a node, whichever rank runs there, and "after" for a file to wait for, such as a checkpoint that is written in
-the background. It comes in through `ingot.training.testing.wrap_step`; what happens then is a real
-signal, a real hang, a real NaN.
+the background. With "phase" (save, evaluation) it strikes when the first one after that batch begins, and with
+"requeued" only in a job that was queued again. A list of such objects is several faults. A fault comes in through
+`ingot.training.testing.wrap_step`, or through the heartbeat; what happens then is a real signal, a real hang, a real NaN.
 """
 
 import ctypes
@@ -14,13 +15,15 @@ import socket
 import time
 
 FAULT = json.loads(os.environ.get("INGOT_TEST_FAULT", "null"))
+FAULTS = FAULT if isinstance(FAULT, list) else [FAULT] if FAULT else []
 
 
-def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
-    while "after" in FAULT and not os.path.exists(FAULT["after"]):
+def strike(trainer, fault, batch) -> None:  # type: ignore[no-untyped-def]
+    kind = fault["kind"]
+    while "after" in fault and not os.path.exists(fault["after"]):
         time.sleep(0.01)
-    if "once" in FAULT:
-        open(FAULT["once"], "w").close()
+    if "once" in fault:
+        open(fault["once"], "w").close()
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "segfault":
@@ -43,7 +46,7 @@ def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
         while True:  # a foreign function that keeps the interpreter's lock; a signal would end its sleep
             ctypes.PyDLL(None).sleep(3600)
     elif kind == "slow":
-        time.sleep(FAULT.get("seconds", 0.2))
+        time.sleep(fault.get("seconds", 0.2))
     elif kind == "desync":
         trainer.executor.sum_data = lambda value: value  # a collective that this rank leaves out
     elif kind == "nan":
@@ -69,25 +72,51 @@ def strike(trainer, kind, batch) -> None:  # type: ignore[no-untyped-def]
 
 
 def wrapper(trainer, batch, step):  # type: ignore[no-untyped-def]
-    number, at = trainer.progress.batch, FAULT["batch"]
-    if number == at or (FAULT["kind"] == "slow" and number >= at):
-        strike(trainer, FAULT["kind"], batch)
+    number = trainer.progress.batch
+    for fault in mine:
+        at = fault["batch"]
+        if "phase" not in fault and (number == at or (fault["kind"] == "slow" and number >= at)) and not is_over(fault):
+            strike(trainer, fault, batch)
     return step(batch)
 
 
-def strikes_here() -> bool:
+def strike_in_phases() -> None:
+    from ingot.training.runtime.heartbeat import Heartbeat
+
+    plain = Heartbeat.begin
+
+    def begin(self, phase):  # type: ignore[no-untyped-def]
+        plain(self, phase)
+        for fault in mine:
+            if fault.get("phase") == phase and self.batch >= fault["batch"] and not is_over(fault):
+                strike(None, fault, None)
+
+    Heartbeat.begin = begin
+
+
+def is_over(fault) -> bool:  # type: ignore[no-untyped-def]
+    return os.path.exists(fault.get("once", ""))
+
+
+def strikes_here(fault) -> bool:  # type: ignore[no-untyped-def]
     """Whether this is the rank or the node, and the attempt; `once` names a file that a fault leaves, so as not to come
     again."""
-    if not FAULT or ("INGOT_FAILURE_FILE" not in os.environ and "node" in FAULT):
+    if "INGOT_FAILURE_FILE" not in os.environ and "node" in fault:
         return False
-    if socket.gethostname() != FAULT["node"] if "node" in FAULT else os.environ.get("RANK", "0") != str(FAULT["rank"]):
+    if socket.gethostname() != fault["node"] if "node" in fault else os.environ.get("RANK", "0") != str(fault["rank"]):
         return False
-    if "once" in FAULT or FAULT.get("attempts") == "all":
-        return not os.path.exists(FAULT.get("once", ""))
-    return os.environ.get("INGOT_ATTEMPT", "1") in map(str, FAULT.get("attempts", [1]))
+    attempt = os.environ.get("INGOT_ATTEMPT", "1")
+    if fault.get("requeued") and attempt.split(".")[1:2] == ["0"]:
+        return False
+    if "once" in fault or fault.get("attempts") == "all":
+        return not is_over(fault)
+    return attempt in map(str, fault.get("attempts", [1]))
 
 
-if strikes_here():
+mine = [fault for fault in FAULTS if strikes_here(fault)]
+if mine:
     from ingot.training.testing import wrap_step
 
     wrap_step(wrapper)
+if any("phase" in fault for fault in mine):
+    strike_in_phases()

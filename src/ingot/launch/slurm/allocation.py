@@ -27,7 +27,8 @@ END_SECONDS = 5.0  # for srun, once its agents have been told to leave
 TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 MAX_COMMENT = 1000
 DEPUTY = "ingot.launch.slurm.deputy"
-LOST_STATES = ("down", "fail", "error", "unknown", "future")
+LOST_STATES = ("down", "fail", "error", "future")
+UNHEARD_STATE = "unknown"  # what a controller that has just started says of every node
 DRAINED_STATES = ("drain", "maint", "reboot")
 
 
@@ -147,6 +148,8 @@ class SlurmCluster:
             why = state if reason in ("", "none") else f"{state}: {reason}"
             if state.startswith(DRAINED_STATES):
                 found[node] = LostNode(node, why, is_drained=True)
+            elif state.startswith(UNHEARD_STATE):
+                continue
             elif state.startswith(LOST_STATES) or state.endswith("*"):
                 found[node] = LostNode(node, why)
         return list(found.values())
