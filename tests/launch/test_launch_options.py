@@ -1,11 +1,15 @@
 """The options of `ingot launch`: fields of the spec, with the spellings that they have always had."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ingot.launch.slurm.script import srun_options
+from ingot.launch.spec import make_spec
 
 TRAIN = {"--config", "-c", "--updates", "-y", "--dialect", "--set", "--pick"}
 LOCAL = {"--profile", "--name", "--env", "--secret"}
@@ -63,7 +67,8 @@ def test_options_of_slurm_reach_srun_and_sbatch(ingot: Callable[..., Any], tmp_p
         command = ["prepare", "--path", "x.txt", "--out_root", "out", "--concat_tokens", "8", "--tokenizer", "gpt2"]
         what = command if verb else ["mpt-125m", "data=/data", "save_folder=/runs/x"]
         printed = ingot("launch", "slurm", *what, "--profile", "cpu", "--dry-run", *options).stdout
-        assert "SRUN=(--cpu-bind=no --mpi=pmix --cpus-per-gpu=4)\n" in printed
+        chosen = make_spec(json.loads(printed[printed.index("\n{") :]))
+        assert srun_options(chosen) == ["--cpu-bind=no", "--mpi=pmix", "--cpus-per-gpu=4"]
         for line in ("mail-type=END,FAIL,REQUEUE", "mail-user=me@example.org", "nice=5", "licenses=a,b"):
             assert f"\n#SBATCH --{line}\n" in printed
 
