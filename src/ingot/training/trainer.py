@@ -159,41 +159,55 @@ class Trainer:
                     batch = meter.next_batch(batches)
                     progress.batch += 1
                     save_due, copy_due = self._is_save_due(), self.checkpointer.copies.is_due(progress.batch)
-                    row: Row = {}
                     result = None if progress.is_skipped else run_step(self, batch, self._step)
                     anomaly = self.guard.find_anomaly(wait=save_due or copy_due)  # nothing is kept unjudged
                     if anomaly is not None and self._handle(anomaly) is Action.ROLLBACK:
                         batches.close()
                         batches = self._open_batches()
                         continue
-                    if result is not None:
-                        if not progress.is_skipped:
-                            run.samples.write(progress.batch, batch.samples)
-                        if self._is_due(self.config.log_interval):
-                            row = self._measure(result)
-                    if self.evaluation.is_due(progress.batch, progress.is_last):
-                        row = (row or meter.position(progress.batch)) | self.evaluate()
-                    if row:
-                        self.listener.row(row, progress.batch)
-                        meter.restart()
+                    self._report(batch, result)
                     reason = "" if progress.is_last else self.stop.after_step(self.executor)
                     self._check_health()
                     garbage.after_step()
                     if reason and not save_due and (anomaly := self.guard.find_anomaly(wait=True)) is not None:
                         self._handle(anomaly)
-                    if not reason and self._is_generation_due(save_due):
-                        self._continue_prompts()
-                    if save_due or (reason and not self.config.profiler.end_run):
-                        self._save(final=bool(reason) or progress.is_last)
-                    elif copy_due:
-                        self.checkpointer.copy(progress.batch, self._state)
+                    self._keep(reason, save_due, copy_due)
+        return self._end(reason)
+
+    def _report(self, batch: Batch, result: StepResult | None) -> None:
+        """Write down what the step has read and measured, and evaluate if it is time to."""
+        progress, row = self.progress, Row()
+        if result is not None:
+            if not progress.is_skipped:
+                self.run.samples.write(progress.batch, batch.samples)
+            if self._is_due(self.config.log_interval):
+                row = self._measure(result)
+        if self.evaluation.is_due(progress.batch, progress.is_last):
+            row = (row or self.meter.position(progress.batch)) | self.evaluate()
+        if row:
+            self.listener.row(row, progress.batch)
+            self.meter.restart()
+
+    def _keep(self, reason: str, save_due: bool, copy_due: bool) -> None:
+        """Save or copy the state after a step, and continue the prompts that show what it has learned."""
+        if not reason and self._is_generation_due(save_due):
+            self._continue_prompts()
+        if save_due or (reason and not self.config.profiler.end_run):
+            self._save(final=bool(reason) or self.progress.is_last)
+        elif copy_due:
+            self.checkpointer.copy(self.progress.batch, self._state)
+
+    def _end(self, reason: str) -> Result:
+        progress, run = self.progress, self.run
         self.profiler.finish()
         if why := reason or (PROFILED if self.profiler.has_ended_run else ""):
             run.record_stop(why, progress.batch if reason else 0, progress.total)
             self.listener.note(f"stopped after batch {progress.batch} of {progress.total}: {why}")
         else:
             run.finish(progress.batch)
-        return Result(run.folder, progress.batch, meter.loss, self.evaluation.last, reason, self.evaluation.metrics)
+        return Result(
+            run.folder, progress.batch, self.meter.loss, self.evaluation.last, reason, self.evaluation.metrics
+        )
 
     def evaluate(self) -> Row:
         """The losses on the validation data and the scores of the tasks that are due."""
