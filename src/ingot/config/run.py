@@ -133,7 +133,7 @@ class RunConfig(Section):
     """Execution: use only deterministic kernels. auto: on a CPU, where they cost nothing."""
     max_wall_time: Duration | None = None
     """Execution: save and stop after this long, for example 23.5h; the same command continues the run."""
-    hang_timeout: float = Field(default=180.0, gt=0)
+    hang_timeout: float = Field(default=120.0, gt=0)
     """Execution: the launcher considers a process hung after this many seconds without a finished step, or 10 of its
     steps if that is longer."""
     startup_timeout: float = Field(default=600.0, gt=0)

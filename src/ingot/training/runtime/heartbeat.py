@@ -54,7 +54,7 @@ class HangBudgets:
     """Seconds without progress after which a rank counts as hung, by phase."""
 
     start: float = START_SECONDS
-    step: float = 180.0
+    step: float = 120.0
     save: float = 420.0
 
     def of(self, phase: str) -> float:
