@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,10 @@ class Cluster:
         _wait(lambda: "is UP" in self.ask("scontrol", "ping"), "slurmctld")
 
     def stop_controller(self) -> None:
+        """As its administrator stops it: killed, it would forget the jobs of its last seconds."""
+        self.processes["slurmctld"].terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.processes["slurmctld"].wait(10)
         self._end("slurmctld")
 
     def start_node(self, name: str) -> None:

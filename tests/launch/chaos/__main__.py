@@ -93,6 +93,7 @@ def run_schedule(schedule: Schedule, cluster: Cluster, data: Path, whole: Path, 
         outcome, wrong = check(run, whole)
     except Exception as error:
         outcome, wrong = "broken", [f"{type(error).__name__}: {error}"[:600]]
+    outcome = outcome.replace(str(folder), "...")
     causes = [f"{closed.cause.kind} {closed.cause.node}".strip() for closed in run.closed()]
     row = {
         "seed": schedule.seed,

@@ -97,6 +97,8 @@ class ChaosRun:
                    str(self.schedule.chain)]  # fmt: skip
         if any(fault.kind == "stage" for fault in self.schedule.faults):
             options += _image(self.marks)
+        if any(fault.kind == "disk" for fault in self.schedule.faults):
+            options.append("--no-preflight")  # the small disk has less room than it asks for
         inside: list[dict[str, object]] = [{"kind": "slow", "rank": 0, "batch": 1, "attempts": "all", "seconds": PACE}]
         for number, fault in enumerate(self.schedule.faults):
             if fault.kind in INSIDE:
