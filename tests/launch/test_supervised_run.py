@@ -63,7 +63,7 @@ def test_a_device_error_on_a_node_brings_the_spare(data: Path, whole: Path, tmp_
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_is_not_started_again(data: Path, tmp_path: Path) -> None:
-    run = SupervisedRun(data, tmp_path)
+    run = SupervisedRun(data, tmp_path, "max_duration=2000ba")  # more than it can do until it looks for STOP
 
     async def stop() -> None:
         await until(lambda: run.batches() >= 3)

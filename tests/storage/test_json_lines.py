@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ingot.launch.build_spec import signal_seconds
+from ingot.launch.measured_times import read_times
 from ingot.storage.json_lines import read_json_lines
 
 
@@ -12,7 +12,7 @@ def test_a_line_that_is_cut_off_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"checkpoint/write_seconds": 10.0}\n{"a": 2}\n[1]\n{"checkpoint/wri')
     assert read_json_lines(path) == [{"checkpoint/write_seconds": 10.0}, {"a": 2}]
-    assert signal_seconds(tmp_path)[0] == 80
+    assert read_times(tmp_path).signal_seconds == 80
 
 
 @pytest.mark.parametrize(("last_bytes", "expected"), [(9, [{"a": 3}]), (8, []), (1000, None)])

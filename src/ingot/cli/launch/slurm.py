@@ -1,5 +1,6 @@
 """`ingot launch slurm`"""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import typer
 from ingot.cli.commands import OptionCommand
 from ingot.cli.launch.common import PANELS, SLURM, Arguments, DryRun, RunOptions, make_training_spec, print_notes
 from ingot.cli.options import options_from
-from ingot.launch.protocol import LaunchFolder
-from ingot.launch.slurm.script import render_scripts
+from ingot.launch.protocol import CLUSTER_AGENT, LaunchFolder
+from ingot.launch.slurm.script import node_python, render_scripts, srun_options
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.submit import submit_to_slurm
 from ingot.launch.submit_checks import check_submission
@@ -49,6 +50,8 @@ def submit(spec: LaunchSpec, dry_run: bool) -> None:
     print_notes(check_submission(spec))
     if dry_run:
         print(*render_scripts(spec).values(), sep="\n")
+        agent = ["srun", *srun_options(spec), node_python(spec), "-m", CLUSTER_AGENT]
+        print(f"# the supervisor starts on each node:\n# {shlex.join(agent)}\n")
         print(f"# {LaunchFolder(Path(spec.run_folder)).spec_file}\n{spec.model_dump_json(indent=1)}")
         return
     job = submit_to_slurm(spec)
