@@ -58,7 +58,8 @@ def test_a_device_error_on_a_node_brings_the_spare(data: Path, whole: Path, tmp_
     assert run.causes == [("device", "n2"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n1", "n3")]
     assert run.excluded == ["n2"]
     phases = [record.phase for record in run.of(PhaseBegan)]
-    assert phases[:4] == ["hello", "preflight", "starting", "running"]
+    assert phases[:3] == ["hello", "preflight", "starting"]
+    assert phases[3] in ("running", "saving")  # of what lasts a moment only, a part is seen
     assert_as_if_nothing_happened(run.folder, whole)
 
 
