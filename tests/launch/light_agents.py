@@ -206,8 +206,10 @@ class LightCluster:
         self.all_agents: list[LightAgent] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.lost: list[LostNode] = []
+        self.back: dict[str, str] = {}
         self.staging: dict[str, str] = {}
         self.requeued: list[list[str]] = []
+        self.handed_over: list[list[str]] = []
         self.comments: list[str] = []
         self.answers = True
         self.successor = False
@@ -246,6 +248,9 @@ class LightCluster:
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return [item for item in self.lost if item.node in nodes]
 
+    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
+        return {node: why for node, why in self.back.items() if node in nodes}
+
     async def is_answering(self) -> bool:
         return self.answers
 
@@ -253,7 +258,8 @@ class LightCluster:
         self.requeued.append(list(exclude))
         return True
 
-    async def has_successor(self) -> bool:
+    async def hand_over(self, exclude: Sequence[str]) -> bool:
+        self.handed_over += [list(exclude)] if self.successor else []
         return self.successor
 
     async def comment(self, text: str) -> None:

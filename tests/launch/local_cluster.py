@@ -70,6 +70,9 @@ class LocalCluster:
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return [LostNode(node, "DOWN") for node in nodes if node in self.down]
 
+    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
+        return {}
+
     async def is_answering(self) -> bool:
         return True
 
@@ -77,7 +80,7 @@ class LocalCluster:
         self.requeued.append(list(exclude))
         return True
 
-    async def has_successor(self) -> bool:
+    async def hand_over(self, exclude: Sequence[str]) -> bool:
         return False
 
     async def comment(self, text: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from chaos.__main__ import add_row, run_schedule, schedules_of, undisturbed
-from chaos.oracle import blame, budgets, may_end, stops
-from chaos.run import ChaosRun
+from chaos.oracle import blame, budgets, may_end, nodes_used_again, stops
+from chaos.run import ChaosRun, host_of_attempt
 from chaos.schedule import INSIDE, NODES, PHASES, Fault, Schedule, draw
 from cluster import Cluster, missing
 
@@ -82,6 +82,13 @@ def test_the_oracle_sees_a_healthy_node_blamed_and_an_unexplained_end(tmp_path: 
     assert stops(run) == []
     run.stopped_at = "2025-01-01T00:00:01+00:00"
     assert "1.0.1 was opened" in stops(run)[0]
+    assert nodes_used_again(run) == [] and host_of_attempt(run.records) == ""
+    assert host_of_attempt(run.records[:3]) == "n1"
+    run.dead_hosts = {"n1": "2025-12-31T23:59:59+00:00"}
+    state.append(Opened(time=TIME, epoch=9, attempt="1.0.9", nodes=("n2", "n3"), step=4))
+    state.append(Closed(time=TIME, epoch=9, cause=killed, step=4))
+    found = "; ".join(nodes_used_again(run))
+    assert "1.0.9 runs on n3, which failed" in found and "1.0.1 runs on n1, which failed" in found
     for epoch in range(3, 7):
         state.append(Opened(time=TIME, epoch=epoch, attempt=f"1.0.{epoch}", nodes=("n1", "n2"), step=4))
         state.append(Closed(time=TIME, epoch=epoch, cause=killed, step=4))

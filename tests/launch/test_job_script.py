@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,33 @@ def test_a_controller_that_has_just_started_knows_no_node_and_none_is_lost(
     cluster = SlurmCluster(launched, {**os.environ, "SLURM_JOB_ID": "1"})
     lost = asyncio.run(cluster.lost_nodes(["n1", "n2", "n3", "n4", "n5"]))
     assert [(item.node, item.is_drained) for item in lost] == [("n3", False), ("n4", True)]
+
+
+def test_a_node_that_slurm_has_got_back_since_a_start_is_known_by_its_times(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = datetime.now(UTC).replace(microsecond=0)
+    times = {"n1": (-900, -900), "n2": (60, 90), "n3": (-900, 5), "n4": (-900, 0)}
+    second = int(begin.timestamp())
+    said = [f"NodeName={node} Arch=x86_64 OS=Linux 6.1 BootTime={second + boot} SlurmdStartTime={second + slurmd} A=b"
+            for node, (boot, slurmd) in times.items()]  # fmt: skip
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "scontrol",
+                        f"import os; print({chr(10).join(said)!r} if os.environ['SLURM_TIME_FORMAT'] == '%s' else '')")  # fmt: skip
+    cluster = SlurmCluster(launched, {**os.environ, "SLURM_JOB_ID": "1"})
+    found = asyncio.run(cluster.restarted_nodes(list(times), begin.isoformat()))
+    assert list(found) == ["n2", "n3"] and found["n2"].startswith("it was booted at ")
+    assert found["n3"].startswith("its slurmd was started at ") and "n1,n2,n3,n4" in calls.read_text()
+
+
+@pytest.mark.parametrize(("task", "others"), [("1", "70_[2-4]"), ("3", "70_[4-4]"), ("4", ""), (None, "")])
+def test_exclusions_reach_the_rest_of_a_chain(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str | None, others: str
+) -> None:
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "scontrol")
+    env = {**os.environ, "SLURM_JOB_ID": "71"}
+    if task is not None:
+        env |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_MAX": "4"}
+    assert asyncio.run(SlurmCluster(launched, env).hand_over(["n2", "n3"])) == bool(others)
+    expected = f'["update", "JobId={others}", "ExcNodeList=n2,n3"]\n' if others else ""
+    assert (calls.read_text() if calls.exists() else "") == expected
+    assert not others or asyncio.run(SlurmCluster(launched, env).hand_over([])) and calls.read_text() == expected

@@ -19,7 +19,7 @@ from runs import assert_as_if_nothing_happened
 from test_slurm import Launched, whole
 
 from ingot.launch.supervisor import judge
-from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened, StopRequested
+from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened, Started, StopRequested
 from ingot.launch.supervisor.state_file import read_state
 
 __all__ = ["cluster", "whole"]
@@ -155,6 +155,35 @@ class TestFaults:
         cluster.start_node("n1")
         run.end()
         assert run.causes[0] in (("lost", "n1"), ("supervisor", "n1")) and run.causes[-1] == ("finished", "")
+        assert_as_if_nothing_happened(run.folder, whole)
+
+    @slow
+    def test_a_batch_host_that_dies_and_is_back_at_once_is_not_used_again(
+        self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        """I8: when Slurm starts the job again, nothing seems wrong with the node."""
+        run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
+        run.wait_for_batch(6)
+        cluster.kill_node("n1")
+        time.sleep(2)
+        cluster.start_node("n1")
+        run.end()
+        assert run.causes == [("lost", "n1"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n2", "n3")]
+        assert "n1 died and came back: its slurmd was started" in run.of(Closed)[0].cause.message
+        assert judge.strikes(run.records) == {"n1": 1}
+        assert_as_if_nothing_happened(run.folder, whole)
+
+    @slow
+    def test_the_next_job_of_a_chain_starts_on_other_nodes(
+        self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        run = Watched(cluster, data, tmp_path / "run", "--chain", "2", kind="device", node="n2", batch=11,
+                      attempts="all")  # fmt: skip
+        run.submit()
+        run.wait(lambda: (run.folder / "FINISHED").exists())
+        run.wait_for_end()
+        assert [started.nodes for started in run.of(Started)] == [("n1", "n2"), ("n1", "n3")]
+        assert run.causes == [("device", "n2"), ("finished", "")]
         assert_as_if_nothing_happened(run.folder, whole)
 
     @slow

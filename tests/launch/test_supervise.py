@@ -430,7 +430,8 @@ def test_a_time_limit_after_a_checkpoint_continues_in_the_next_job(job: Job, suc
 
     job.cluster.seconds = 60
     job.cluster.successor = successor
-    assert job.launch().start(limit) == 0 and job.cluster.requeued == ([] if successor else [[]])
+    assert job.launch().start(limit) == 0
+    assert (job.cluster.requeued, job.cluster.handed_over) == (([], [[]]) if successor else ([[]], []))
     assert job.again() == 0 and job.causes[-1] == ("finished", "")
 
 
@@ -518,6 +519,34 @@ def test_a_batch_host_that_died_is_named_and_struck(job: Job) -> None:
     assert job.start() == 0
     assert job.causes[0] == ("lost", "n1") and job.nodes[-1] == ("n2", "n3")
     assert judge.strikes(job.records) == {"n1": 1}
+
+
+@pytest.mark.parametrize("back", ["n1", "n3"])
+def test_a_node_that_died_and_is_back_before_the_requeue_is_struck_and_left_out(job: Job, back: str) -> None:
+    """Slurm sees nothing wrong with it any more, except since when it is there."""
+    leave_open(job.launch(), 0, 1)
+    job.cluster.back = {back: "it was booted at 12:00:00"}
+    job.cluster.restart = 1
+    assert job.start() == 0
+    assert job.causes[0] == ("lost", back) and back not in job.nodes[-1]
+    assert judge.strikes(job.records) == {back: 1} and [out.node for out in job.of(Excluded)] == [back]
+
+
+@pytest.mark.parametrize("back", [("n1",), ("n1", "n2", "n3")])
+def test_a_killed_supervisor_and_a_power_cut_strike_nobody(job: Job, back: tuple[str, ...]) -> None:
+    leave_open(job.launch(), 0, 1)
+    job.cluster.back = dict.fromkeys(back, "it was booted at 12:00:00")
+    job.cluster.restart = int(len(back) == 3)  # 0: Slurm has not queued the job again
+    assert job.start() == 0
+    assert job.causes[0] == ("supervisor", "n1") and judge.strikes(job.records) == {} and not job.of(Excluded)
+
+
+def test_the_next_job_of_a_chain_is_told_which_nodes_are_out(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", spares=0)
+    job.cluster.successor = True
+    job.cluster.of("n2").fault = lambda agent, body: agent.fail("Xid 79: GPU has fallen off the bus")
+    assert job.launch().start() == 1
+    assert job.actions == ["requeue"] and job.cluster.handed_over == [["n2"]] and not job.cluster.requeued
 
 
 def test_bad_checks_swap_the_node_and_bad_spares_are_known_before_they_are_needed(job: Job) -> None:

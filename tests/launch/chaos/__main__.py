@@ -103,7 +103,7 @@ def run_schedule(schedule: Schedule, cluster: Cluster, data: Path, whole: Path, 
         "outcome": outcome,
         "wrong": wrong,
         "seconds": round(time.monotonic() - begin, 1),
-        "versions": versions(),
+        "versions": versions(cluster),
     }
     print(f"  struck: {'; '.join(map(str, run.fired)) or 'nothing'}\n  causes: {', '.join(causes)}\n"
           f"  {outcome} ({row['seconds']} s)", flush=True)  # fmt: skip
@@ -115,13 +115,12 @@ def run_schedule(schedule: Schedule, cluster: Cluster, data: Path, whole: Path, 
     return row
 
 
-def versions() -> dict[str, str]:
-    slurm = subprocess.run(["scontrol", "--version"], capture_output=True, text=True).stdout.split()[-1:]
+def versions(cluster: Cluster) -> dict[str, str]:
     return {
         "ingot": __version__,
         "torch": version("torch"),
         "python": platform.python_version(),
-        "slurm": "".join(slurm),
+        "slurm": cluster.ask("sinfo", "--version").removeprefix("slurm-wlm ").strip(),  # it wants a configuration
     }
 
 

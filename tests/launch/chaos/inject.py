@@ -56,7 +56,9 @@ def inject(fault: Fault, cluster: Cluster, run: Path, job: str, ingot: Callable[
         subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], capture_output=True)
         return filler.unlink
     elif fault.kind == "workdir":  # an empty folder lies over its parent, on that node
-        cluster.on(fault.node, "mount", "-t", "tmpfs", "none", str(cluster.folder / "homes"))
+        homes = cluster.folder / "homes"
+        homes.mkdir(exist_ok=True)
+        cluster.on(fault.node, "mount", "-t", "tmpfs", "none", str(homes))
     else:
         raise ValueError(fault.kind)
     return None

@@ -33,7 +33,7 @@ def check(run: ChaosRun, whole: Path) -> tuple[str, list[str]]:
     wrong: list[str] = []
     if run.late:
         return "late", [f"it has not ended in time: {sorted(run.states())}, {_last(run)}"]
-    wrong += blame(run) + budgets(run) + stops(run)
+    wrong += blame(run) + budgets(run) + stops(run) + nodes_used_again(run)
     verdict = run.verdict
     action = verdict.action if verdict is not None else "no verdict"
     outcome = {"finish": "finished", "stop": "stopped", "halt": "halted"}.get(action, "ended without a verdict")
@@ -73,6 +73,21 @@ def stops(run: ChaosRun) -> list[str]:
     """Nothing starts after `ingot stop` has returned."""
     return [f"attempt {opened.attempt} was opened at {opened.time}, after the stop of {run.stopped_at}"
             for opened in run.of(Opened) if run.stopped_at and opened.time > run.stopped_at]  # fmt: skip
+
+
+def nodes_used_again(run: ChaosRun) -> list[str]:
+    """I8: a node that is out stays out, and one that died under its supervisor is out."""
+    wrong, out = [], dict[str, str]()
+    for record in run.records:
+        if isinstance(record, Launched):
+            out = {}
+        elif isinstance(record, Excluded):
+            out.setdefault(record.node, record.time)
+        elif isinstance(record, Opened):
+            since = out | {node: time for node, time in run.dead_hosts.items() if record.time > time}
+            wrong += [f"attempt {record.attempt} runs on {node}, which failed at {since[node]}"
+                      for node in record.nodes if node in since]  # fmt: skip
+    return wrong
 
 
 def blame(run: ChaosRun) -> list[str]:

@@ -17,6 +17,7 @@ from runs import HOOK
 
 from chaos.inject import inject, processes_of
 from chaos.schedule import BATCHES, EVAL_EVERY, EVERY, INSIDE, PHASES, Fault, Schedule
+from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.records import Closed, Judged, Opened, PhaseBegan, Started
 from ingot.launch.supervisor.state_file import StateError, now, read_state
 
@@ -52,6 +53,8 @@ class ChaosRun:
     job: str = ""
     stopped_at: str = ""
     """When `ingot stop` had returned."""
+    dead_hosts: dict[str, str] = field(default_factory=dict)
+    """Nodes that died while they ran the supervisor of an attempt, and when."""
 
     def ingot(self, *arguments: str, faults: object = None) -> str:
         path = os.pathsep.join(filter(None, [HOOK, os.environ.get("PYTHONPATH")]))
@@ -130,6 +133,8 @@ class ChaosRun:
                 for fault in [f for f in waiting if not ended and self.is_reached(f, records)]:
                     waiting.remove(fault)
                     self.fired.append(fault)
+                    if fault.kind == "node" and fault.node == host_of_attempt(records):
+                        self.dead_hosts.setdefault(fault.node, now())
                     if undo := inject(fault, self.cluster, self.folder, self.job, self.ingot):
                         lasting.append((time.monotonic() + fault.seconds, undo))
                     if fault.kind == "ingot stop":
@@ -189,6 +194,12 @@ class ChaosRun:
         """The judgment that ended the launch."""
         judged = self.of(Judged)
         return judged[-1] if judged else None
+
+
+def host_of_attempt(records: list[Any]) -> str:
+    """The node whose supervisor leads the open attempt; empty if none is open."""
+    history = read_history(records)
+    return history.starts[-1].host if history.open is not None and history.starts else ""
 
 
 def _image(folder: Path) -> list[str]:

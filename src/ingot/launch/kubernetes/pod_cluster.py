@@ -86,8 +86,8 @@ class PodCluster:
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return []
 
-    async def seconds_left(self) -> float | None:
-        return None
+    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
+        return {}
 
     async def is_answering(self) -> bool:
         return True
@@ -95,7 +95,7 @@ class PodCluster:
     async def requeue(self, exclude: Sequence[str]) -> bool:
         return True  # by the exit code
 
-    async def has_successor(self) -> bool:
+    async def hand_over(self, exclude: Sequence[str]) -> bool:
         return False
 
     async def comment(self, text: str) -> None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from ingot.launch.image import expected_sum
@@ -25,6 +26,7 @@ ANSWER_SECONDS = 20.0  # for a command of Slurm
 STAGE_SECONDS = 3600.0
 END_SECONDS = 5.0  # for srun, once its agents have been told to leave
 TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
+NODE_TIMES = re.compile(r"^NodeName=(\S+) .*\bBootTime=(\d+) SlurmdStartTime=(\d+)", re.MULTILINE)
 MAX_COMMENT = 1000
 DEPUTY = "ingot.launch.slurm.deputy"
 LOST_STATES = ("down", "fail", "error", "future")
@@ -154,6 +156,17 @@ class SlurmCluster:
                 found[node] = LostNode(node, why)
         return list(found.values())
 
+    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
+        ask = ("env", "SLURM_TIME_FORMAT=%s", "scontrol", "--oneliner", "show", "node", ",".join(nodes))
+        code, said = await self._ask(*ask)
+        begin = datetime.fromisoformat(since).timestamp()
+        found: dict[str, str] = {}
+        for node, boot, slurmd in NODE_TIMES.findall(said) if code == 0 else []:
+            for what, time in (("it was booted", int(boot)), ("its slurmd was started", int(slurmd))):
+                if time > begin:
+                    found.setdefault(node, f"{what} at {datetime.fromtimestamp(time):%H:%M:%S}")
+        return found
+
     async def is_answering(self) -> bool:
         code, said = await self._ask("scontrol", "ping")
         return code == 0 and " UP" in said
@@ -165,15 +178,25 @@ class SlurmCluster:
         if code:
             os.write(1, f"scontrol requeue: {said}\n".encode())
             return False
-        if exclude:
-            names = ",".join([*self.spec.exclude, *exclude])
-            code, said = await self._ask("scontrol", "update", f"JobId={self.job}", f"ExcNodeList={names}")
-            if code:
-                os.write(1, f"scontrol update ExcNodeList: {said}\n".encode())
+        await self._exclude(self.job, exclude)
         return True
 
-    async def has_successor(self) -> bool:
-        return self.spec.verb == "train" and self.env.get("SLURM_ARRAY_TASK_ID") != self.env.get("SLURM_ARRAY_TASK_MAX")
+    async def hand_over(self, exclude: Sequence[str]) -> bool:
+        task, last = self.env.get("SLURM_ARRAY_TASK_ID"), self.env.get("SLURM_ARRAY_TASK_MAX")
+        if self.spec.verb != "train" or task == last:
+            return False
+        assert task is not None
+        await self._exclude(f"{self.env['SLURM_ARRAY_JOB_ID']}_[{int(task) + 1}-{last}]", exclude)
+        return True
+
+    async def _exclude(self, job: str, nodes: Sequence[str]) -> None:
+        """Of a job in the queue."""
+        if not nodes:
+            return
+        names = ",".join(dict.fromkeys([*self.spec.exclude, *nodes]))
+        code, said = await self._ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
+        if code:
+            os.write(1, f"scontrol update ExcNodeList: {said}\n".encode())
 
     async def comment(self, text: str) -> None:
         words = " ".join(text.split())[:MAX_COMMENT]

@@ -52,14 +52,17 @@ class Cluster(Protocol):
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         """Those that are down or being drained."""
 
+    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
+        """Those that have gone and are back: booted, or new to the cluster, since a time; and how that shows."""
+
     async def is_answering(self) -> bool:
         """Whether the cluster's controller answers."""
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Queue the job again, on other nodes; returns whether the cluster has agreed."""
 
-    async def has_successor(self) -> bool:
-        """Whether another job of the launch continues when this one ends."""
+    async def hand_over(self, exclude: Sequence[str]) -> bool:
+        """Leave the rest to the next job of the launch, on other nodes than these; False if there is no further job."""
 
     async def comment(self, text: str) -> None:
         """Tell people who ask the cluster about the job: the run folder may be full or gone."""

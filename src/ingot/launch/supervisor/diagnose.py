@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
 from ingot.launch.agent.failure import LOST_PEER, OTHER_NODE_FAILED, is_device_error
+from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.records import Cause, Kind
 from ingot.plurals import count_of
 
@@ -81,6 +82,26 @@ def is_consequence(rank: RankEvidence) -> bool:
     return (not text and rank.exit_code == KILLED_BY_PEER) or any(
         part in text for part in (*LOST_PEER, OTHER_NODE_FAILED)
     )
+
+
+def diagnose_unfinished(history: History, down: Mapping[str, str], back: Mapping[str, str]) -> Cause:
+    """The cause of the end of an attempt that its supervisor has left open.
+
+    down: nodes of the attempt and its spares that the cluster has lost, and why
+    back: those that have come back since, as Slurm sees it, which has queued the job again by itself
+    """
+    last = history.starts[-1] if history.starts else None
+    host = last.host if last is not None else ""
+    if down:
+        node = host if host in down else next(iter(down))
+        return Cause("lost", f"{node} died: {down[node]}", node, is_local=True)
+    if history.stop is not None:
+        return Cause("stopped", "it was asked to stop, and ended before it could report")
+    if back and last is not None and (len(back) < len(last.nodes) or len(last.nodes) == 1):  # not a power cut
+        node = host if host in back else next(iter(back))
+        others = tuple(name for name in back if name != node)
+        return Cause("lost", f"{node} died and came back: {back[node]}", node, is_local=True, bad_nodes=others)
+    return Cause("supervisor", f"the supervisor on {host} ended before it could report why", host)
 
 
 def _site(nodes: Sequence[str], named: Mapping[str, NodeEvidence]) -> Cause | None:

@@ -34,6 +34,7 @@ from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import AttemptRun, Times
 from ingot.launch.supervisor.cluster import Cluster
+from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.failure_log import record as record_failure
 from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
@@ -247,15 +248,13 @@ class Supervisor:
                 await self._record(verdict)
                 return verdict
             return None
-        host = history.starts[-1].host if history.starts else ""
-        lost = await self.cluster.lost_nodes([host, *history.open.nodes])
-        if down := {item.node: item.reason for item in lost if not item.is_drained}:
-            node = host if host in down else next(iter(down))
-            cause = Cause("lost", f"{node} died: {down[node]}", node, is_local=True)
-        elif history.stop is not None:
-            cause = Cause("stopped", "it was asked to stop, and ended before it could report")
-        else:
-            cause = Cause("supervisor", f"the supervisor on {host} ended before it could report why", host)
+        last = history.starts[-1] if history.starts else None
+        known = dict.fromkeys((*((last.host, *last.nodes) if last is not None else ()), *history.open.nodes))
+        down = {item.node: item.reason for item in await self.cluster.lost_nodes(list(known)) if not item.is_drained}
+        back: dict[str, str] = {}
+        if last is not None and last.job == self.cluster.job and self.cluster.restart > last.restart:
+            back = await self.cluster.restarted_nodes(last.nodes, last.time)
+        cause = diagnose_unfinished(history, down, back)
         return await self._close(history.open, cause)
 
     async def _leave_out_lost_nodes(self, nodes: list[str]) -> None:
@@ -285,9 +284,9 @@ class Supervisor:
 
     async def _requeue(self) -> int:
         code, waited = EXIT_FINISHED if self.stop.reason == "time-limit" else EXIT_FAULT, 0.0
-        if await self.cluster.has_successor():
-            return code
         out = list(read_history(self.state.records).excluded)
+        if await self.cluster.hand_over(out):
+            return code
         while not await self.cluster.requeue(out):
             if waited >= REQUEUE_SECONDS or await self.cluster.is_answering():
                 self._say("the cluster refuses to queue the job again; `ingot launch resume` continues")
