@@ -139,4 +139,4 @@ def test_exclusions_reach_the_rest_of_a_chain(
     assert asyncio.run(SlurmCluster(launched, env).hand_over(["n2", "n3"])) == bool(others)
     expected = f'["update", "JobId={others}", "ExcNodeList=n2,n3"]\n' if others else ""
     assert (calls.read_text() if calls.exists() else "") == expected
-    assert not others or asyncio.run(SlurmCluster(launched, env).hand_over([])) and calls.read_text() == expected
+    assert not others or (asyncio.run(SlurmCluster(launched, env).hand_over([])) and calls.read_text() == expected)
