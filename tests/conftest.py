@@ -10,11 +10,13 @@ import fcntl
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from object_store import s3  # noqa: F401  an S3 server, for whoever names it
+from warm_process import close_server, run_warm
 
 from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
@@ -66,6 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_processes() -> Iterator[None]:
+    """The server of `warm_process` ends with the tests that it served."""
+    yield
+    close_server()
+
+
 Shared = Callable[[str, Callable[[Path], None]], Path]
 
 
@@ -106,6 +115,17 @@ def make_data(root: Path) -> None:
 
 
 @pytest.fixture
+def warm_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that reads a `.pt` file has torch imported. `monkeypatch.undo()` brings the fresh one back."""
+    from ingot.migrate.checkpoints import pt_reader
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        return run_warm([word for word in command if word != "-P"], **options)
+
+    monkeypatch.setattr(pt_reader, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.fixture
 def tiny(data: Path, tmp_path: Path) -> list[str]:
     """Arguments of a run that takes a second: a two-layer model on the small dataset."""
     return [*TINY, f"data={data}", f"save_folder={tmp_path / 'run'}"]
@@ -143,7 +163,7 @@ def ingot(tmp_path: Path) -> Ingot:
     def run(*arguments: str, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ingot.cli.main", *arguments]
         options.setdefault("cwd", tmp_path)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, **options)  # type: ignore[call-overload]
+        done = run_warm(command, capture_output=True, text=True, timeout=240, **options)
         if check and done.returncode:
             raise AssertionError(f"ingot {' '.join(arguments)} -> {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done

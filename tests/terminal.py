@@ -6,28 +6,37 @@ import pty
 import re
 import select
 import struct
+import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
+
+from warm_process import WarmProcess
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOR = re.compile(r"\x1b\[(?!0m)[0-9;]+m")
 
 
 class Terminal:
-    """Runs `ingot ARGUMENTS` in a pseudo-terminal. `text` is everything that it has shown."""
+    """Runs `ingot ARGUMENTS` in a pseudo-terminal. `text` is everything that it has shown.
 
-    def __init__(self, *arguments: str, columns: int = 80, cwd: Path | None = None, **variables: str):
+    A `fresh` interpreter imports what it needs by itself; others have done so (`warm_process`).
+    """
+
+    def __init__(
+        self, *arguments: str, columns: int = 80, cwd: Path | None = None, fresh: bool = False, **variables: str
+    ):
         inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")}
         self.text = ""
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            if cwd is not None:
-                os.chdir(cwd)
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-            command = [sys.executable, "-m", "ingot.cli.main", *arguments]
-            os.execvpe(command[0], command, {**inherited, "TERM": "xterm-256color", **variables})
+        self.terminal, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.process = (subprocess.Popen if fresh else WarmProcess)(
+            [sys.executable, "-m", "ingot.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**inherited, "TERM": "xterm-256color", **variables},
+        )  # fmt: skip
+        os.close(theirs)
 
     def type(self, text: str) -> None:
         os.write(self.terminal, text.encode())
@@ -45,7 +54,7 @@ class Terminal:
         while self._read():
             assert time.monotonic() < end, f"still running:\n{self.plain}"
         os.close(self.terminal)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.process.wait()
 
     @property
     def plain(self) -> str:

@@ -16,6 +16,7 @@ import torch
 from conftest import TINY
 from test_saver import gate, state
 from together import Together, on_all_ranks
+from warm_process import WarmProcess
 
 import ingot.checkpoint.store as store_module
 from ingot.checkpoint.async_writer import AsyncWriter
@@ -145,7 +146,7 @@ print(writer.problem, flush=True)
 
 
 def test_a_process_stopped_in_mid_save_and_woken_after_its_successor_ended_commits_nothing(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHAN], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as orphan:
+    with WarmProcess([sys.executable, "-c", ORPHAN], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as orphan:
         assert orphan.stdout is not None and orphan.stdout.readline() == "saving\n"
         while not list(tmp_path.glob("checkpoints/.draft-*/*")):
             time.sleep(0.001)

@@ -14,6 +14,8 @@ from ingot.config.model import ModelConfig
 from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
 from ingot.model.gpt import GPT
 
+pytestmark = pytest.mark.usefixtures("warm_readers")
+
 MPT = {"family": "mpt", "norm": "low_precision_layernorm"}
 ALIBI = {**MPT, "positions": "alibi", "no_bias": True, "clip_qkv": 6.0}
 PYTHIA = {"family": "neox", "rotary_pct": 0.25}

@@ -15,6 +15,8 @@ from ingot.errors import CheckpointError, IngotError
 from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
 from ingot.migrate.checkpoints.pt_reader import unpack
 
+pytestmark = pytest.mark.usefixtures("warm_readers")
+
 MPT = {"family": "mpt", "n_layers": 2}
 PYTHIA = {"family": "neox", "n_layers": 2}
 GPT3 = {"family": "gpt3", "n_layers": 2, "vocab_size": 70, "vocab_multiple": 16}
@@ -49,7 +51,10 @@ def refused(source: Path, out: Path, match: str, config: str | None = None) -> N
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old-format"])
-def test_a_pickle_that_runs_code_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+def test_a_pickle_that_runs_code_is_refused_and_not_run(
+    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # in a process as users have it
     canary = tmp_path / "canary"
     torch.save({"state": {"model": RunsCode(canary)}}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     refused(tmp_path / "x.pt", tmp_path / "out", "system")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 from terminal import COLOR, Terminal
+from warm_process import WarmProcess
 
 from ingot.checkpoint.manifest import steps_in
 from ingot.launch.monitor.status import read_status
@@ -90,7 +91,7 @@ def test_a_second_ctrl_c_stops_now_and_says_what_is_lost(data: Path, tmp_path: P
 
 
 def test_ctrl_c_during_start_up_ends_the_command_in_one_line(data: Path, tmp_path: Path) -> None:
-    terminal = Terminal("train", *TINY, f"data={data}", "save_folder=run", cwd=tmp_path)
+    terminal = Terminal("train", *TINY, f"data={data}", "save_folder=run", cwd=tmp_path, fresh=True)
     terminal.wait_for("torch.compile")
     terminal.type("\x03")
     assert terminal.end() in (130, 75)  # 75 if the first step had begun
@@ -99,7 +100,7 @@ def test_ctrl_c_during_start_up_ends_the_command_in_one_line(data: Path, tmp_pat
 
 def test_ctrl_c_in_front_of_a_pipe_saves_although_the_reader_is_gone(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ingot.cli.main", "train", *ENDLESS, f"data={data}", "save_folder=run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = WarmProcess(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     while "[batch=" not in process.stdout.readline():
         pass

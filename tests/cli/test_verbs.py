@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import yaml
 from conftest import TINY, Ingot
 from safetensors.torch import load_file
+from warm_process import run_warm
 
 import ingot as package
 
@@ -23,7 +23,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verbs") / "run"
     command = [sys.executable, "-m", "ingot.cli.main", "train", *ALIBI, "loggers.tensorboard={}", "eval_interval=5ba",
                f"data={data}", f"save_folder={folder}"]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
+    run_warm(command, check=True, capture_output=True)
     return folder
 
 

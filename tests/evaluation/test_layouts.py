@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from small_models import CPU, FAMILIES, make_model, task, train_small_tokenizer, write_tasks
+from warm_process import spawn_warm
 
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.config.evaluation import TaskConfig
@@ -43,7 +43,7 @@ def score_all(world: int, runs: list[tuple[str, str]], work: Path) -> None:
         _worker(0, runs, 1, 0, str(work))
         return
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_worker, args=(runs, world, store.port, str(work)), nprocs=world)
+    spawn_warm(_worker, args=(runs, world, store.port, str(work)), nprocs=world)
 
 
 def _worker(rank: int, runs: list[tuple[str, str]], world: int, port: int, work: str) -> None:

@@ -1,8 +1,6 @@
 """The harness's own model and ours, on the same tasks: the same log-likelihoods, answers and metrics."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 import yaml
 from small_models import make_model, model_config, task, train_small_tokenizer, write_tasks
 from typer.testing import CliRunner
+from warm_process import run_warm
 
 from ingot.checkpoint.hf.folder import export_hf
 from ingot.checkpoint.store import MODEL, save_checkpoint
@@ -238,9 +237,7 @@ def test_the_harness_own_command_line_knows_our_model(small: Work, tmp_path: Pat
     arguments = ["--model", "ingot", "--model_args", f"path={small.run}", "--tasks", "choose", "--device", "cpu",
                  "--include_path", str(small.folder / "yaml"), "--output_path", str(tmp_path / "out"), "--log_samples"]  # fmt: skip
     command = [sys.executable, "-m", "ingot.evaluation.lm_eval", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
+    done = run_warm(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|choose" in done.stdout
     (stored,) = (tmp_path / "out").rglob("results_*.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from warm_process import spawn_warm
 
 from ingot.checkpoint.manifest import read_manifest
 from ingot.checkpoint.store import CheckpointTensors
@@ -46,7 +46,7 @@ def train_all(runs: list[list[str]], processes: int, folder: Path) -> list[str]:
     """Train each run with that many processes; gives each run's error, empty where it went well."""
     folder.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_worker, args=(runs, processes, store.port, str(folder)), nprocs=processes)
+    spawn_warm(_worker, args=(runs, processes, store.port, str(folder)), nprocs=processes)
     return [
         next((text for r in range(processes) if (text := (folder / f"{number}-{r}").read_text())), "")
         for number in range(len(runs))

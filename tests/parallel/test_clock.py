@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.multiprocessing as mp
+from warm_process import spawn_warm
 
 from ingot.parallel.executors.comm_timer import CommTimer
 
@@ -40,4 +40,4 @@ def _worker(rank: int, port: int) -> None:
 
 def test_the_process_with_less_work_waits_longer_and_the_clock_leaves_no_trace() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_worker, args=(store.port,), nprocs=2)
+    spawn_warm(_worker, args=(store.port,), nprocs=2)

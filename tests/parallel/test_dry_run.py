@@ -1,12 +1,11 @@
 """A step of a 256-GPU run, gone through on this machine without its memory, compared with the memory estimate."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from warm_process import run_warm
 
 # In a process of its own: the fake process group is the whole process's.
 PROGRAM = """
@@ -32,8 +31,7 @@ print(json.dumps(bytes | {"share": share, "estimate": estimate}))
 
 def run(*arguments: str) -> dict[str, float]:
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    done = run_warm(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = json.loads(done.stdout.splitlines()[-1])
     print(*arguments, {name: f"{size / 2**30:.2f} GiB" for name, size in sizes.items()})

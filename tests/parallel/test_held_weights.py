@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from warm_process import spawn_warm
 
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
@@ -157,7 +157,7 @@ def test_two_ranks_sum_to_the_gradients_of_one_process(tmp_path: Path, monkeypat
     """Microbatches hold the same samples, so only the order of sums differs; 8-bit scales are those of a microbatch."""
     monkeypatch.setattr(kernels, "why_no_fp8", lambda device: None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(one_of_two, args=(store.port, str(tmp_path)), nprocs=2)
+    spawn_warm(one_of_two, args=(store.port, str(tmp_path)), nprocs=2)
     for precision, hold in CHOICES:
         expected = gradients(build_single(config(precision), CPU, False, NoMessages()), True)
         found = torch.load(tmp_path / f"{precision}-{hold}", weights_only=True)

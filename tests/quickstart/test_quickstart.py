@@ -1,7 +1,6 @@
 """`ingot quickstart`: one command from text to a model, made of public commands that give the same model by hand."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Ingot
+from warm_process import WarmProcess
 
 from ingot.cli.quickstart import _save
 from ingot.errors import DiskError
@@ -77,10 +77,8 @@ def test_a_folder_of_mixed_files_becomes_a_model_that_the_printed_commands_repea
 
 def test_interrupted_it_continues_with_what_was_decided(ingot: Ingot, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("\n\n".join(PARAGRAPHS))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ingot.cli.main", "quickstart", "book.txt", *TINY], cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    command = [sys.executable, "-m", "ingot.cli.main", "quickstart", "book.txt", *TINY]
+    process = WarmProcess(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics = tmp_path / "quickstart" / "run" / "metrics.jsonl"
     while not metrics.exists() and process.poll() is None:
         time.sleep(0.01)

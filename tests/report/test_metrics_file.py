@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY
+from warm_process import run_warm
 
 from ingot.report.metrics_file import MetricsFile, read_rows
 
@@ -64,7 +65,7 @@ def test_a_run_goes_on_while_its_disk_is_full(data: Path, small_disk: Path) -> N
     thread.start()
     command = [sys.executable, "-m", "ingot.cli.main", "train", *TINY, f"data={data}", f"save_folder={run}",
                "max_duration=60ba", "save_interval=1000ba"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_warm(command, capture_output=True, text=True, timeout=120)
     thread.join(10)
     assert filled.is_set() and "warning: cannot write" in done.stdout and "60/60" in done.stdout, done.stdout
     assert done.returncode == 1 and "No space left on device" in done.stderr  # but its weights must be saved

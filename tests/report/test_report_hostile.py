@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from test_report_page import LOSS, data_in, write_run
+from warm_process import WarmProcess
 
 from ingot.errors import ConfigError
 from ingot.report.page.live import LivePages, LiveServer, find_runs
@@ -119,7 +120,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
 def test_two_reports_at_once_leave_a_whole_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"time/batch": n, LOSS: 1.0} for n in range(1, 2000)])
     command = [sys.executable, "-m", "ingot.cli.main", "report", str(run)]
-    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
+    both = [WarmProcess(command, stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
     assert data_in(run / "report.html")["runs"][0]["last"]["time/batch"] == 1999
     assert not list(run.glob(".*tmp"))

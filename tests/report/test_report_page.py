@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import Ingot, Shared
+from warm_process import run_warm
 
 from ingot.config.load import load_config, to_yaml
 from ingot.config.model import ModelConfig
@@ -48,7 +49,7 @@ def run(shared: Shared, data: Path) -> Path:
     from conftest import TINY
 
     def fill(folder: Path) -> None:
-        subprocess.run(
+        run_warm(
             [sys.executable, "-m", "ingot.cli.main", "train", *TINY, f"data={data}", f"save_folder={folder / 'run'}",
              "save_interval=6ba", "eval_interval=6ba"], check=True, capture_output=True,
         )  # fmt: skip

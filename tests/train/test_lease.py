@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm_process import WarmProcess
 
 from ingot.errors import EXIT_FAULT, FencedError, OwnerError
 from ingot.training.runtime import lease
@@ -34,7 +35,7 @@ def start() -> Iterator[Start]:
     started = []
 
     def begin(script: str, *arguments: object, **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = WarmProcess(
             [sys.executable, "-c", script, *map(str, arguments)], env=os.environ | env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip

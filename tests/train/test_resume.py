@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TINY, Ingot
 from safetensors.torch import load_file
+from warm_process import WarmProcess
 
 from ingot.api import train
 from ingot.checkpoint.manifest import read_manifest, steps_in, verify
@@ -57,12 +58,12 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(data, tmp_path_factory.mktemp("whole") / "run")
 
 
-def start(data: Path, folder: Path) -> subprocess.Popen[bytes]:
+def start(data: Path, folder: Path) -> WarmProcess:
     command = [sys.executable, "-m", "ingot.cli.main", "train", *LONG, f"data={data}", f"save_folder={folder}"]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return WarmProcess(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def kill_when(process: subprocess.Popen[bytes], seen: object) -> bool:
+def kill_when(process: WarmProcess, seen: object) -> bool:
     """SIGKILL the process as soon as a condition holds; False if it ended before."""
     while process.poll() is None:
         if seen():  # type: ignore[operator]
