@@ -207,6 +207,7 @@ class LightCluster:
         self.tasks: list[asyncio.Task[None]] = []
         self.lost: list[LostNode] = []
         self.back: dict[str, str] = {}
+        self.ended_steps = 0
         self.staging: dict[str, str] = {}
         self.requeued: list[list[str]] = []
         self.handed_over: list[list[str]] = []
@@ -244,6 +245,10 @@ class LightCluster:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def end_earlier_steps(self) -> None:
+        await self.end_agents()
+        self.ended_steps += 1
 
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return [item for item in self.lost if item.node in nodes]

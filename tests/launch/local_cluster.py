@@ -67,6 +67,9 @@ class LocalCluster:
             agent.kill()
             agent.wait()
 
+    async def end_earlier_steps(self) -> None:
+        await self.end_agents()
+
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return [LostNode(node, "DOWN") for node in nodes if node in self.down]
 

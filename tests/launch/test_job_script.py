@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -40,8 +42,8 @@ def test_a_node_without_the_interpreter_says_so_in_one_sentence(launched: Launch
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_script_becomes_the_supervisor(launched: LaunchSpec, tmp_path: Path) -> None:
-    """Slurm signals the process of the script: it must be the supervisor itself."""
+def test_the_script_becomes_the_supervisors_guard(launched: LaunchSpec, tmp_path: Path) -> None:
+    """Slurm signals the process of the script: it must be the one that passes signals on."""
     program = tmp_path / "python"
     program.write_text('#!/bin/bash\necho "$$ $PPID $*"\n')
     program.chmod(0o755)
@@ -49,7 +51,63 @@ def test_the_script_becomes_the_supervisor(launched: LaunchSpec, tmp_path: Path)
     done = run_script("echo $$\n" + script)
     first, second = done.stdout.splitlines()
     assert second.split()[0] == first
-    assert second.endswith(f"-m ingot.launch.supervisor.main --spec {launched.folder / 'spec.json'}")
+    assert second.endswith(f"-m ingot.launch.slurm.guard --spec {launched.folder / 'spec.json'}")
+
+
+GUARDED = """
+import os, signal, sys, time
+times = {times!r}
+count = os.path.getsize(times) if os.path.exists(times) else 0
+open(times, "a").write("x")
+{body}
+"""
+
+
+def guard_of(tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], Path]:
+    """A guard whose supervisor is `body`, which knows its `count` of predecessors, and the file that counts them."""
+    times = tmp_path / "times"
+    program = GUARDED.format(times=str(times), body=body)
+    code = f"import sys; from ingot.launch.slurm.guard import main; sys.exit(main([sys.executable, '-c', {program!r}]))"
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True), times
+
+
+KILL_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "starts"),
+    [
+        ("sys.exit(3)", 3, 1),  # it has decided
+        (f"if count < 2: {KILL_ITSELF}", 0, 3),
+        (KILL_ITSELF, 128 + 9, 4),  # and no more
+        ("os.abort()", 128 + 6, 4),
+    ],
+)
+def test_a_supervisor_that_is_killed_is_started_again_a_few_times(
+    tmp_path: Path, body: str, code: int, starts: int
+) -> None:
+    guard, times = guard_of(tmp_path, body)
+    said = guard.communicate(timeout=60)[1]
+    assert guard.returncode == code and len(times.read_text()) == starts
+    assert said.count("the supervisor was killed by signal") == (starts - (code == 0)) * (code != 3), said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("listens", [True, False])
+def test_signals_reach_the_supervisor_and_nothing_starts_after_them(
+    tmp_path: Path, number: signal.Signals, listens: bool
+) -> None:
+    ready = tmp_path / "ready"
+    handler = "lambda *_: sys.exit(5)" if listens else f"lambda *_: {KILL_ITSELF}"
+    guard, times = guard_of(
+        tmp_path, f"signal.signal({int(number)}, {handler}); open({str(ready)!r}, 'w').close(); time.sleep(60)"
+    )
+    end = time.monotonic() + 30
+    while not ready.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    guard.send_signal(number)
+    guard.communicate(timeout=60)
+    assert guard.returncode == (5 if listens else 128 + 9) and times.read_text() == "x"
 
 
 @pytest.mark.parametrize(("nodes", "spares", "kept"), [(1, 0, False), (1, 1, True), (2, 0, False), (2, 2, True)])
@@ -59,7 +117,8 @@ def test_a_job_with_spares_outlives_its_nodes(nodes: int, spares: int, kept: boo
 
 
 def test_the_supervisor_loads_no_torch() -> None:
-    code = "import sys, ingot.launch.supervisor.main, ingot.launch.slurm.deputy; sys.exit('torch' in sys.modules)"
+    modules = "ingot.launch.supervisor.main, ingot.launch.slurm.deputy, ingot.launch.slurm.guard"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -140,3 +199,14 @@ def test_exclusions_reach_the_rest_of_a_chain(
     expected = f'["update", "JobId={others}", "ExcNodeList=n2,n3"]\n' if others else ""
     assert (calls.read_text() if calls.exists() else "") == expected
     assert not others or (asyncio.run(SlurmCluster(launched, env).hand_over([])) and calls.read_text() == expected)
+
+
+def test_what_a_killed_supervisor_has_started_is_ended_and_the_script_is_not(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = put_on_path(monkeypatch, tmp_path / "bin", "scancel")
+    steps = "7_1.0\\n7_1.12\\n7_1.batch\\n7_1.extern\\n"
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue",
+                f"import os; print('7_1.batch' if os.path.exists({str(killed)!r}) else '{steps}')")  # fmt: skip
+    asyncio.run(SlurmCluster(launched, {**os.environ, "SLURM_JOB_ID": "8"}).end_earlier_steps())
+    assert killed.read_text() == '["--signal=KILL", "7_1.0", "7_1.12"]\n'

@@ -6,10 +6,12 @@ processes and nodes, stopped and hanging ranks, full disks, missing programs, cu
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,25 @@ class TestFaults:
         assert run.causes == [("lost", "n1"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n2", "n3")]
         assert "n1 died and came back: its slurmd was started" in run.of(Closed)[0].cause.message
         assert judge.strikes(run.records) == {"n1": 1}
+        assert_as_if_nothing_happened(run.folder, whole)
+
+    @slow
+    def test_a_supervisor_that_is_killed_costs_an_attempt_and_not_the_job(
+        self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        """As by the out-of-memory killer; with a spare, there is a deputy too."""
+        run = Watched(cluster, data, tmp_path / "run", "--spares", "1", **ALL).submit()
+        run.wait_for_batch(6)
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (path / "cmdline").read_bytes()
+                if b"launch.supervisor.main" in words and str(run.folder).encode() in words:
+                    os.kill(int(path.name), signal.SIGKILL)
+        run.end()
+        assert run.causes == [("supervisor", "n1"), ("finished", "")] and run.nodes == [("n1", "n2")] * 2
+        assert {(started.job, started.restart) for started in run.of(Started)} == {(run.job, 0)}
+        assert "the supervisor was killed by signal 9; it is started again" in run.log()
+        assert judge.strikes(run.records) == {} and not run.of(Excluded)
         assert_as_if_nothing_happened(run.folder, whole)
 
     @slow

@@ -163,6 +163,9 @@ def test_a_stop_says_who_asked_and_a_cancelled_job_who_cancelled_it() -> None:
     job.open()  # killed before it could say anything
     found = describe(facts(job, jobs=[JobState("7", "CANCELLED")]))
     assert found.state == "not running" and "job 7 was cancelled by scancel" in found.next
+    found = describe(facts(job, jobs=[JobState("7", "FAILED")], exit="signal 9"))
+    assert found.next.startswith("job 7 ended as FAILED (signal 9) and its supervisor left no verdict")
+    assert found.state == "not running" and found.advice == f"ingot launch resume {RUN}"
     assert "a node of it died" in describe(facts(job, jobs=[JobState("7", "NODE_FAIL")])).next
     assert "its job has gone" in describe(facts(job, jobs=[])).next
 
@@ -231,6 +234,28 @@ def test_status_tells_the_whole_story_in_words_and_in_json(
         ("n2", [], "swap"), ("undecided", ["n1", "n3"], "restart"), ("", [], "")]  # fmt: skip
     assert found["nodes_out"]["n4"]["is_drained"] and found["nodes"] == ["n1", "n3"] and found["job_starts"] == {"7": 1}
     assert json.loads(json.dumps(asdict(read_status(run)))) == found
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("0:9", " (signal 9) and"),
+        ("137:0", " (signal 9) and"),
+        ("3:0", " (exit code 3) and"),
+        ("0:0", " and"),
+        ("", " and"),
+    ],
+)
+def test_a_job_that_failed_without_a_verdict_says_what_its_script_ended_with(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, expected: str
+) -> None:
+    job = start()
+    job.open()
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|FAILED|{run}/launch/job.sh|N/A|None")
+    put_on_path(monkeypatch, tmp_path / "bin", "scontrol", f"print('JobId=7 JobName=a ExitCode={said} Requeue=1')")
+    status = read_status(run)
+    assert f"job 7 ended as FAILED{expected} its supervisor left no verdict" in status.next
 
 
 def test_an_orphan_of_an_ended_job_is_not_a_running_run(

@@ -494,6 +494,18 @@ def test_what_a_dead_supervisor_left_open_is_closed_by_the_next(job: Job) -> Non
     assert [closed.epoch for closed in job.of(Closed)] == [opened.epoch for opened in job.of(Opened)]
 
 
+def test_a_supervisor_that_is_killed_is_followed_by_one_in_the_same_allocation(job: Job) -> None:
+    leave_open(job.launch(), 0, 1)
+    assert job.start() == 0 and job.cluster.ended_steps == 1
+    assert [opened.attempt for opened in job.of(Opened)] == ["7.0.1", "7.0.2"]
+    assert job.causes == [("supervisor", "n1"), ("finished", "")]
+    other = Job(job.run.parent / "other")
+    leave_open(other.launch(), 0, 1)
+    other.cluster.restart = 1
+    assert other.start() == 0 and other.cluster.ended_steps == 0
+    assert [opened.attempt for opened in other.of(Opened)] == ["7.0.1", "7.1.1"]
+
+
 def test_a_host_on_which_supervisors_die_is_left_out_and_then_it_ends(job: Job) -> None:
     """L3."""
     job.launch()

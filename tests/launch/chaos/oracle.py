@@ -64,7 +64,7 @@ def may_end(run: ChaosRun, outcome: str, reason: str) -> list[str]:
         broken = {fault.node for fault in run.fired if fault.kind in NODE_KINDS}
         if kinds & HALTS or len(broken) > NODES - 2:
             return []
-    if outcome == "ended without a verdict" and kinds & {"supervisor", "scancel", "node", "cable"}:
+    if outcome == "ended without a verdict" and kinds & {"scancel", "node", "cable"}:
         return []
     return [f"it ended {outcome}{reason}, which nothing in the schedule explains"]
 

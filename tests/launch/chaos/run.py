@@ -83,6 +83,8 @@ class ChaosRun:
         return set(self.cluster.ask("squeue", "-h", "-r", "-t", "all", "-j", self.job, "-o", "%T").split())
 
     def is_reached(self, fault: Fault, records: list[Any]) -> bool:
+        if fault.kind in ("node", "cable") and fault.node not in self.cluster.processes:
+            return False  # it is dead: when it is back
         starts = [number for number, record in enumerate(records) if isinstance(record, Started)]
         if fault.is_after_requeue and len(starts) < 2:
             return False

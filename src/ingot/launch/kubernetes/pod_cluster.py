@@ -83,6 +83,9 @@ class PodCluster:
             agent.kill()
         await agent.wait()
 
+    async def end_earlier_steps(self) -> None:
+        """They have ended with their pods."""
+
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return []
 

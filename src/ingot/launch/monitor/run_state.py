@@ -53,6 +53,8 @@ class Facts:
     was_started: bool = False
     checkpoint: int = 0
     cancelled_by: str = ""
+    exit: str = ""
+    """What the script of a job that failed ended with, if Slurm says so."""
 
     @property
     def resume(self) -> str:
@@ -167,7 +169,7 @@ def _gone(facts: Facts) -> RunState:
         return RunState("stopped by the file STOP", _last_time(history), "nothing by itself", facts.resume)
     if not facts.was_started:
         return RunState("never started")
-    ended = [_end_of(job, facts.cancelled_by) for job in facts.jobs or ()]
+    ended = [_end_of(job, facts) for job in facts.jobs or ()]
     if history.open is not None and not ended:
         ended = ["its job has gone, and Slurm no longer knows why"]
     advice = facts.resume if history.launched is not None or facts.jobs else ""
@@ -175,10 +177,13 @@ def _gone(facts: Facts) -> RunState:
     return RunState("not running", since, "; ".join([*ended, "nothing by itself"]) if advice else "", advice)
 
 
-def _end_of(job: JobState, by: str) -> str:
+def _end_of(job: JobState, facts: Facts) -> str:
     if job.state == "CANCELLED":
-        return f"job {job.id} was cancelled by {by or 'scancel (Slurm does not say whose)'}"
+        return f"job {job.id} was cancelled by {facts.cancelled_by or 'scancel (Slurm does not say whose)'}"
     why = _ENDS.get(job.state)
+    if job.state == "FAILED" and facts.history.starts:
+        how = f" ({facts.exit})" if facts.exit else ""
+        return f"job {job.id} ended as FAILED{how} and its supervisor left no verdict: {facts.run}/launch/slurm-*.out"
     return f"job {job.id} ended as {job.state}" + (f": {why}" if why else "")
 
 

@@ -17,12 +17,12 @@ from ingot.errors import ConfigError, IngotError
 from ingot.launch.build_spec import MAX_STRIKES, strikes
 from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.monitor.attempts import AttemptView, LaunchView, NodeOut, attempts_of, names, nodes_out, read_launches
-from ingot.launch.monitor.job_states import JobState, has_ended, job_states, launched_verb
+from ingot.launch.monitor.job_states import JobState, has_ended, job_states, last_jobs, launched_verb
 from ingot.launch.monitor.owner import LivingOwner, living_owner
 from ingot.launch.monitor.run_state import Facts, RunState, describe
 from ingot.launch.protocol import LAUNCH, LaunchFolder
 from ingot.launch.slurm.commands import run_folder_of
-from ingot.launch.slurm.queue import canceller
+from ingot.launch.slurm.queue import canceller, exit_of
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
 from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.progress import newest_checkpoint
@@ -200,7 +200,7 @@ def _describe(run: Path, verb: str, launches: list[LaunchView]) -> tuple[RunStat
     facts = Facts(
         str(run), verb, main.history if main else History(), main.phase if main else None, jobs, owner, finished,
         halted, (run / STOP).exists(), (run / METRICS).exists() or bool(LaunchFolder(run).jobs()),
-        newest_checkpoint(run), _cancelled_by(jobs),
+        newest_checkpoint(run), _cancelled_by(jobs), _exit_of(run, jobs),
     )  # fmt: skip
     return describe(facts), facts, warnings
 
@@ -222,6 +222,12 @@ def _is_orphan(owner: LivingOwner, jobs: list[JobState] | None) -> bool:
 def _cancelled_by(jobs: list[JobState] | None) -> str:
     cancelled = [job.id for job in jobs or () if job.state == "CANCELLED"]
     return canceller(cancelled[-1]) if cancelled else ""
+
+
+def _exit_of(run: Path, jobs: list[JobState] | None) -> str:
+    slurms = {job.id for job in last_jobs(run) if job.back_end == "slurm"}
+    failed = [job.id for job in jobs or () if job.state == "FAILED" and job.id.partition("_")[0] in slurms]
+    return exit_of(failed[-1]) if failed else ""
 
 
 def _stop(history: History) -> dict[str, str]:

@@ -25,6 +25,7 @@ from ingot.launch.supervisor.cluster import AgentEnded, LostNode
 ANSWER_SECONDS = 20.0  # for a command of Slurm
 STAGE_SECONDS = 3600.0
 END_SECONDS = 5.0  # for srun, once its agents have been told to leave
+STEPS_END_SECONDS = 30.0  # for what an earlier supervisor has started and not ended
 TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 NODE_TIMES = re.compile(r"^NodeName=(\S+) .*\bBootTime=(\d+) SlurmdStartTime=(\d+)", re.MULTILINE)
 MAX_COMMENT = 1000
@@ -138,6 +139,16 @@ class SlurmCluster:
                 with contextlib.suppress(ProcessLookupError):
                     if number is not None:
                         process.send_signal(number)
+
+    async def end_earlier_steps(self) -> None:
+        end = asyncio.get_running_loop().time() + STEPS_END_SECONDS
+        while asyncio.get_running_loop().time() < end:
+            _, said = await self._ask("squeue", "--steps", "--noheader", f"--jobs={self.job}", "--format=%i")
+            steps = re.findall(r"^\s*(\S+\.\d+)\s*$", said, re.MULTILINE)  # neither the script nor `extern`
+            if not steps:
+                return
+            await self._ask("scancel", "--signal=KILL", *steps)
+            await asyncio.sleep(0.2)
 
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         if not nodes:

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # The whole job: its supervisor, on the first node of the allocation and outside any image. Everything else (agents,
-# attempts, requeues) is the supervisor's; it takes over this process, and with it Slurm's signals.
+# attempts, requeues) is the supervisor's. Its guard takes over this process, and with it Slurm's signals.
 set -euo pipefail
 umask 027
 if [[ ! -x $SUPERVISOR_PYTHON ]]; then
@@ -8,4 +8,4 @@ if [[ ! -x $SUPERVISOR_PYTHON ]]; then
     "and launch from there" >&2
   exit 2
 fi
-exec "$SUPERVISOR_PYTHON" -m ingot.launch.supervisor.main --spec "$SPEC_FILE"
+exec "$SUPERVISOR_PYTHON" -m ingot.launch.slurm.guard --spec "$SPEC_FILE"

@@ -100,3 +100,17 @@ def canceller(job: str) -> str:
         return pwd.getpwuid(int(by[1])).pw_name
     except KeyError:
         return f"user {by[1]}"
+
+
+def exit_of(job: str) -> str:
+    """What the script of a job ended with: `signal 9`, `exit code 3`, or nothing; empty if Slurm has forgotten it."""
+    try:
+        found = output_of(["scontrol", "--oneliner", "show", "job", job])
+    except IngotError:
+        return ""
+    codes = re.findall(r"\bExitCode=(\d+):(\d+)", found)
+    if not codes:
+        return ""
+    code, number = map(int, codes[-1])
+    number = number or max(0, code - 128)
+    return f"signal {number}" if number else f"exit code {code}" if code else ""

@@ -49,6 +49,9 @@ class Cluster(Protocol):
 
     async def end_agents(self) -> None: ...
 
+    async def end_earlier_steps(self) -> None:
+        """End what a supervisor that was killed has left in this allocation: agents, their ranks, the deputy."""
+
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         """Those that are down or being drained."""
 

@@ -96,6 +96,14 @@ def attempt_prefix(started: Started) -> str:
     return f"{started.job}.{started.restart}."
 
 
+def attempts_before(records: Sequence[Any], job: str, restart: int) -> int | None:
+    """How many attempts an earlier supervisor of this very start of the job, which was killed, has opened; None if this
+    is the first one."""
+    if not any((r.job, r.restart) == (job, restart) for r in records if isinstance(r, Started)):
+        return None
+    return sum(isinstance(r, Opened) and r.attempt.startswith(f"{job}.{restart}.") for r in records)
+
+
 def read_history(records: Sequence[Any]) -> History:
     """Raises ValueError if an attempt was opened while another was open, or closed twice."""
     history = History()

@@ -1,5 +1,5 @@
-"""What a job script runs: `python -m ingot.launch.supervisor.main --spec FILE`, on the first node of the job and
-outside any image. It loads neither torch nor anything of the training."""
+"""What a job script runs, through its guard: `python -m ingot.launch.supervisor.main --spec FILE`, on the first node of
+the job and outside any image. It loads neither torch nor anything of the training."""
 
 import argparse
 import asyncio

@@ -36,7 +36,7 @@ from ingot.launch.supervisor.attempt import AttemptRun, Times
 from ingot.launch.supervisor.cluster import Cluster
 from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.failure_log import record as record_failure
-from ingot.launch.supervisor.history import read_history
+from ingot.launch.supervisor.history import attempts_before, read_history
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
 from ingot.launch.supervisor.progress import StopFlag, progress_of, stop_reason_of, who_asked
 from ingot.launch.supervisor.records import (
@@ -108,6 +108,9 @@ class Supervisor:
             self._say(f"nothing to do: {why}")
             return EXIT_FINISHED
         nodes = await self.cluster.nodes()
+        if (before := attempts_before(self.state.records, self.cluster.job, self.cluster.restart)) is not None:
+            await self.cluster.end_earlier_steps()
+            self.number = before
         self.server = AgentServer(self.spec.run_folder, f"{self.start}.0", self.token, nodes)
         address = f"{self.cluster.host}:{await self.server.listen(port=self.port)}"
         await self.cluster.start_deputy(nodes, address)
@@ -269,11 +272,9 @@ class Supervisor:
         judged = verdict.judged
         self._say(text := f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else ""))
         await self.cluster.comment(f"ingot: {text}")
-        if judged.action == "finish":
-            if self.share is not None and self.share.name == "last":
-                await self._try_on_disk((self.run_folder / FINISHED).touch)
-            return EXIT_FINISHED
-        if judged.action == "stop":
+        if judged.action == "finish" and self.share is not None and self.share.name == "last":
+            await self._try_on_disk((self.run_folder / FINISHED).touch)
+        if judged.action in ("finish", "stop"):
             return EXIT_FINISHED
         if judged.action == "halt":
             await self._try_on_disk(lambda: self.launch.halt(judged.reason))
