@@ -19,6 +19,7 @@ from ingot.launch.messages import (
     CheckNode,
     Collect,
     Collected,
+    CopiesHeld,
     Done,
     EndProbe,
     Hello,
@@ -32,6 +33,7 @@ from ingot.launch.messages import (
     RanksKilled,
     Reduced,
     Refused,
+    ReportCopies,
     Request,
     ReservePort,
     RunRanks,
@@ -133,6 +135,8 @@ class LightAgent:
             return Done()
         if isinstance(body, ReservePort):
             return PortReserved(4001)
+        if isinstance(body, ReportCopies):
+            return CopiesHeld(4002)
         if isinstance(body, RunRanks):
             self.epoch, self.running = body.epoch, True
             self._ranks = asyncio.ensure_future(self.ranks(body))

@@ -137,7 +137,7 @@ def test_a_drained_node_is_replaced_without_a_strike() -> None:
     opened = job.open()
     job.add(Excluded(time=job.now(), node=opened.nodes[0], reason="maintenance", is_drained=True))
     assert job.close(Cause("program", "peers")) == "restart"
-    assert choose_nodes(job.records) == ("n2", "n3") and strikes(job.records) == {}
+    assert choose_nodes(job.records) == ("n3", "n2") and strikes(job.records) == {}
 
 
 def test_staging_that_fails_everywhere_is_final_at_once() -> None:
@@ -220,9 +220,11 @@ def test_undecided_tries_the_same_nodes_then_the_suspects_then_gives_up() -> Non
 def test_the_nodes_of_the_last_attempt_are_kept_where_possible() -> None:
     job = started(nodes=2, spares=2)
     job.fail(Cause("device", "Xid", "n1", is_local=True))
-    assert choose_nodes(job.records) == ("n2", "n3")
+    assert choose_nodes(job.records) == ("n3", "n2"), "each in its place"
     job.fail(Cause("device", "Xid", "n2", is_local=True))
     assert choose_nodes(job.records) == ("n3", "n4")
+    job.start(("n1", "n4", "n3", "n2"))
+    assert choose_nodes(job.records) == ("n4", "n3"), "a new allocation has its own order"
 
 
 def test_a_run_that_saves_may_fail_as_often_as_it_likes() -> None:

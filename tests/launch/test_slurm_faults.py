@@ -219,7 +219,7 @@ class TestFaults:
         (tmp_path / "drained").touch()
         run.end()
         (out,) = run.of(Excluded)
-        assert (out.node, out.is_drained) == ("n1", True) and run.nodes[1] == ("n2", "n3")
+        assert (out.node, out.is_drained) == ("n1", True) and run.nodes[1] == ("n3", "n2")
         assert judge.strikes(run.records) == {}
         assert_as_if_nothing_happened(run.folder, whole)
 

@@ -164,23 +164,3 @@ def test_ranks_whose_supervisor_is_lost_end_within_half_a_minute(data: Path, tmp
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(lose())
-
-
-@slow
-@pytest.mark.parametrize("spares", [0, 1])
-def test_a_restart_on_the_same_nodes_continues_from_copies_in_memory_and_on_others_from_the_checkpoint(
-    data: Path, whole: Path, tmp_path: Path, spares: int
-) -> None:
-    go, kind = tmp_path / "go", "device" if spares else "kill"
-    run = SupervisedRun(data, tmp_path, "snapshot_interval=2ba", "save_interval=8ba", spares=spares, kind=kind, node="n2",
-                        batch=15, attempts=["7.0.1"], after=str(go))  # fmt: skip
-
-    async def strike_after_copy() -> None:
-        await until(lambda: run.batches() >= 14)
-        await asyncio.sleep(1)
-        go.touch()
-
-    assert meanwhile(run, strike_after_copy) == 0, run.said()
-    assert run.nodes == [("n1", "n2"), ("n1", "n3" if spares else "n2")]
-    assert ("resumed from host memory at batch 14" in run.said()) == (not spares), run.said()
-    assert_as_if_nothing_happened(run.folder, whole)

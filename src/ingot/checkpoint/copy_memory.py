@@ -40,6 +40,8 @@ class CopyRecord(msgspec.Struct, frozen=True):
     """Kind, name, type and whole shape."""
     state: str = ""
     """Of rank 0: JSON of everything that is not a tensor."""
+    for_peer: bool = False
+    """Whether every node has room for the copies of another node as well."""
 
 
 class CopyMemory:
@@ -66,6 +68,21 @@ class CopyMemory:
             return msgspec.json.decode(text, type=CopyRecord)
         except msgspec.DecodeError:
             return None
+
+    def find(self, step: int, life: str) -> tuple[int, CopyRecord] | None:
+        """The slot and record of a copy."""
+        return next(((slot, r) for slot, r in self.records().items() if (r.step, r.life) == (step, life)), None)
+
+    def bytes_in_use(self) -> int:
+        """What the system has given to this memory so far."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def offset_of(self, slot: int) -> int:
+        """Where a content begins."""
+        return 2 * RECORD_BYTES + slot * self._content_bytes()
+
+    def _content_bytes(self) -> int:
+        return (os.fstat(self.descriptor).st_size - 2 * RECORD_BYTES) // 2
 
     def slot_to_write(self) -> int:
         """The slot without a complete copy, or with the older one."""
@@ -107,10 +124,9 @@ class CopyMemory:
 
     def content(self, slot: int, record: CopyRecord) -> mmap.mmap:
         """A content, verified."""
-        pages = (os.fstat(self.descriptor).st_size - 2 * RECORD_BYTES) // 2
-        if record.bytes > pages:
+        if record.bytes > self._content_bytes():
             raise CheckpointError(f"the copy of step {record.step} in host memory is cut short")
-        memory = mmap.mmap(self.descriptor, record.bytes, offset=2 * RECORD_BYTES + slot * pages)
+        memory = mmap.mmap(self.descriptor, record.bytes, offset=self.offset_of(slot))
         if content_hash(memoryview(memory)) != record.xxh3:
             raise CheckpointError(f"the copy of step {record.step} in host memory is corrupt: its hash differs")
         return memory
@@ -139,8 +155,13 @@ class CopyKeeper:
 
     def newest(self) -> int:
         """The newest step that all ranks have copied; 0 if there is none."""
-        held = [{(r.step, r.life) for r in memory.records().values()} for memory in self.memories]
-        return max((step for step, _ in set.intersection(*held)), default=0) if held else 0
+        return max((step for step, _ in self.complete()), default=0)
+
+    def complete(self, for_peer: bool = False) -> set[tuple[int, str]]:
+        """Step and life of the copies that all ranks have; with `for_peer`, of those that another node is to keep."""
+        held = [{(r.step, r.life) for r in memory.records().values() if r.for_peer or not for_peer}
+                for memory in self.memories]  # fmt: skip
+        return set.intersection(*held) if held else set()
 
     def close(self) -> None:
         for memory in self.memories:

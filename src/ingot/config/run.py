@@ -95,8 +95,8 @@ class RunConfig(Section):
     """Execution: how often to save, in addition to the end of the run; also in wall-clock units; 0ba for only then."""
     snapshot_interval: Duration | Literal["auto"] = Field(default="auto", union_mode="left_to_right")
     """Execution: how often each process copies its training state to host memory of its launcher, from where a restart
-    on the same nodes continues; also in wall-clock units; 0ba for never. auto: once a minute, if the copies fit into
-    half of the free memory."""
+    within the job continues; with several nodes, also to another one, for a spare that takes a node's place. Also in
+    wall-clock units; 0ba for never. auto: once a minute, if the copies fit into half of the free memory."""
     save_num_checkpoints_to_keep: int = Field(default=-1, ge=-1)
     """Execution: how many of the newest checkpoints to keep; -1 for all."""
     save_keep_every: Duration = Duration(0, "ba")

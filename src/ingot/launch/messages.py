@@ -117,6 +117,32 @@ class PortReserved(_Message, frozen=True, tag="port-reserved"):
     port: int
 
 
+class ReportCopies(_Message, frozen=True, tag="report-copies"):
+    """Say which copies of the training state are in this node's memory, and listen for those who want them."""
+
+
+class CopiesHeld(_Message, frozen=True, tag="copies-held"):
+    """Copies that are complete for all ranks of a node: step, and which life of the ranks wrote them."""
+
+    port: int
+    """Where other agents fetch them, and send theirs."""
+    node_rank: int = -1
+    """Of the ranks that this agent has started last; -1 if it has started none."""
+    own: tuple[tuple[int, str], ...] = ()
+    guest: int = -1
+    """Whose copies it keeps."""
+    guests: tuple[tuple[int, str], ...] = ()
+
+
+class FetchCopies(_Message, frozen=True, tag="fetch-copies"):
+    """Fetch copies of the ranks of a node of this rank from the agent at an address, to start those ranks here."""
+
+    node_rank: int
+    step: int
+    life: str
+    address: str
+
+
 class RunRanks(_Message, frozen=True, tag="run-ranks"):
     """Start this node's ranks; answered when they are started."""
 
@@ -126,6 +152,10 @@ class RunRanks(_Message, frozen=True, tag="run-ranks"):
     nodes: int
     address: str
     port: int
+    peer: str = ""
+    """HOST:PORT of the agent that also keeps copies of these ranks' state; empty if none does."""
+    guest: int = -1
+    """The rank of the node whose copies this one keeps."""
 
 
 class StopRanks(_Message, frozen=True, tag="stop-ranks"):
@@ -172,8 +202,9 @@ class Failed(_Message, frozen=True, tag="failed"):
     kind: str = "machine"
 
 
-Body = CheckNode | StartProbe | AllReduce | EndProbe | ReservePort | RunRanks | StopRanks | Collect | KillRanks | Leave
-AnswerBody = NodeChecked | ProbeReady | Reduced | PortReserved | Collected | RanksKilled | Done | Failed
+Body = (CheckNode | StartProbe | AllReduce | EndProbe | ReservePort | ReportCopies | FetchCopies | RunRanks | StopRanks
+        | Collect | KillRanks | Leave)  # fmt: skip
+AnswerBody = NodeChecked | ProbeReady | Reduced | PortReserved | CopiesHeld | Collected | RanksKilled | Done | Failed
 
 
 class Request(_Message, frozen=True, tag="request"):

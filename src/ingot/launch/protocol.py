@@ -2,7 +2,8 @@
 and exit code.
 
 The supervisor leads and the agents answer, over TCP (`messages`); what it decides is in `state.jsonl`
-(`supervisor/records`). On Kubernetes it runs in the first pod. `ingot doctor` has no supervisor: its nodes write files.
+(`supervisor/records`). Agents send each other copies of the training state, over TCP as well (`peer_copies/wire`). On
+Kubernetes the supervisor runs in the first pod. `ingot doctor` has no supervisor: its nodes write files.
 
 An attempt is named JOB.RESTART.NUMBER on Slurm (RESTART counts requeues), LAUNCH.RESTART.NUMBER on Kubernetes.
 
@@ -65,6 +66,7 @@ Environment variables (those that ranks read are named where they are read, in `
 | INGOT_ATTEMPT, INGOT_EPOCH | agent | ranks | the attempt; its number, which a successor's exceeds |
 | INGOT_AGENT_FILE | agent | ranks | when the agent was last alive |
 | INGOT_COPY_FDS | agent, `ingot train` | ranks | memory that keeps copies of the state over restarts |
+| INGOT_PEER_COPY_BYTES | agent | ranks | it keeps another node's copies, too; how many bytes so far |
 | INGOT_STORE_FD | agent | rank 0 | a socket that already listens |
 | INGOT_FAILURE_FILE | agent | ranks | where to write why it failed |
 | INGOT_HEARTBEAT_FILE, INGOT_STACKS_FILE | agent | ranks | heartbeat; stacks on SIGUSR1 |

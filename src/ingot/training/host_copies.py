@@ -2,8 +2,9 @@
 
 The launcher owns the memory and keeps it while its ranks die and are started again. A copy costs a save's stall
 (milliseconds) and no file system, so it can be made every minute. After a failure, a step of which every rank has an
-intact copy is newer than the last checkpoint. If a rank has none, because it now runs on another node, the checkpoint
-counts. A copy is used once, so that one that itself makes the run fail cannot do so again.
+intact copy is newer than the last checkpoint. In a job, another node's agent keeps each copy as well, so a rank that
+now runs on another node finds its copy there (`launch.peer_copies`). If a rank has none, the checkpoint counts. A copy
+is used once, so that one that itself makes the run fail cannot do so again.
 """
 
 import json
@@ -34,6 +35,7 @@ from ingot.errors import CheckpointError
 from ingot.host_memory import available_memory
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import Executor
+from ingot.parallel.rank_env import PEER_COPY_BYTES
 from ingot.plurals import count_of
 from ingot.storage.byte_sizes import format_bytes
 from ingot.training.listener import RunListener
@@ -57,6 +59,8 @@ class HostCopies:
         """Batches between copies; 0 as long as there are none."""
         self._decided = not self._seconds and not self.every
         self.memory = None if self._decided else find_memory(os.environ, env.local_rank)
+        self._for_peer = False
+        """Whether every node has room for another node's copies, too."""
         self._owner = f"{Path(config.run_folder).resolve()} {executor.layout} rank {env.rank} of {env.world}"
         self._life = ""
         self._snapshots: dict[int, Snapshot] = {}
@@ -80,14 +84,24 @@ class HostCopies:
         size = sum(local(t).nbytes for content in tensors().values() for t in content.values())
         rows = self.executor.all_gather([
             float(self.memory is not None), float(len(SLOTS) * size * self.executor.rank_env.local_world),
-            float(available_memory() or 0), self._batches_per_copy(),
+            float((available_memory() or 0) + self._held()), self._batches_per_copy(),
+            float(PEER_COPY_BYTES in os.environ),
         ])  # fmt: skip
         has_memory, needed, free = all(row[0] for row in rows), max(row[1] for row in rows), min(row[2] for row in rows)
         self.every = int(rows[0][3])
-        if has_memory and needed <= free * (MEMORY_SHARE if self._is_auto else 1.0):
+        room = free * (MEMORY_SHARE if self._is_auto else 1.0)
+        if has_memory and needed <= room:
             self._life = self.executor.coordinator.broadcast(lambda: uuid.uuid4().hex.encode()).decode()
-            what = f"every {count_of(self.every, 'batch', 'es')}, {format_bytes(int(needed))} on each node"
+            has_peer = all(row[4] for row in rows)
+            self._for_peer = has_peer and 2 * needed <= room
+            size_text = format_bytes(int(needed))
+            what = f"every {count_of(self.every, 'batch', 'es')}, {size_text} on each node"
+            if self._for_peer:
+                what += f" and {size_text} for those of another node"
             self.listener.note(f"copies in host memory: {what}; a restart within the job continues from them")
+            if has_peer and not self._for_peer:
+                why = f"they need {size_text} more on each node, and {format_bytes(int(free - needed))} are free"
+                (self.listener.note if self._is_auto else self.listener.warn)(f"copies of another node: off ({why})")
             return
         self.every = 0
         if not has_memory:  # said only where somebody has asked for copies
@@ -96,6 +110,11 @@ class HostCopies:
             return
         why = f"they need {format_bytes(int(needed))} on each node, and {format_bytes(int(free))} are free"
         (self.listener.note if self._is_auto else self.listener.warn)(f"copies in host memory: off ({why})")
+
+    def _held(self) -> int:
+        """What this node has given to copies before, which new ones replace."""
+        own = self.memory.bytes_in_use() if self.memory is not None else 0
+        return own * self.executor.rank_env.local_world + int(os.environ.get(PEER_COPY_BYTES, 0))
 
     def _batches_per_copy(self) -> float:
         if not self._seconds:
@@ -133,7 +152,7 @@ class HostCopies:
         described = [(kind, name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
                      for kind, content in tensors.items() for name, tensor in content.items()]  # fmt: skip
         values = json.dumps(state()) if self.executor.coordinator.is_first else ""
-        record = CopyRecord(batch, self._life, self._owner, snapshot.bytes, "", described, values)
+        record = CopyRecord(batch, self._life, self._owner, snapshot.bytes, "", described, values, self._for_peer)
         finish = partial(self._finish, slot, snapshot, record, tensors)
         self._thread = threading.Thread(target=finish, name="copy", daemon=True)
         self._thread.start()

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ingot.checkpoint.copy_memory import CopyKeeper
 from ingot.errors import EXIT_FAULT, IngotError
 from ingot.launch.agent.attempt import STOP_SIGNALS
 from ingot.launch.agent.client import RECONNECT_SECONDS, SupervisorAddress, SupervisorLink, SupervisorRefused
@@ -40,6 +39,7 @@ from ingot.launch.messages import (
     Done,
     EndProbe,
     Failed,
+    FetchCopies,
     Hello,
     KillRanks,
     Leave,
@@ -47,6 +47,7 @@ from ingot.launch.messages import (
     PortReserved,
     ProbeReady,
     RanksKilled,
+    ReportCopies,
     Request,
     ReservePort,
     RunRanks,
@@ -54,6 +55,8 @@ from ingot.launch.messages import (
     StartProbe,
     StopRanks,
 )
+from ingot.launch.peer_copies.node_copies import NodeCopies
+from ingot.launch.peer_copies.wire import JobIdentity
 from ingot.launch.preflight.node_preflight import NodePreflight
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor.failure_log import node_name
@@ -76,7 +79,8 @@ class ClusterAgent:
             self.run_folder = Path(self.spec.run_folder)
         except (IngotError, OSError) as error:
             self.problem = f"{error}; does this node share the run folder?"
-        self._has_entered, self._copies = False, CopyKeeper(0)
+        self._has_entered = False
+        self._copies: NodeCopies | None = None
         self._preflight: NodePreflight | None = None
         self._ranks: NodeRanks | None = None
         self._last_evidence: tuple[int, NodeEvidence] | None = None
@@ -172,6 +176,10 @@ class ClusterAgent:
                 self._close_listener()
                 self._listener = socket.create_server(("", 0), backlog=4096)
                 return PortReserved(int(self._listener.getsockname()[1]))
+            case ReportCopies():
+                return await asyncio.to_thread(self._own_copies().report)
+            case FetchCopies():
+                await asyncio.to_thread(self._own_copies().fetch, body)
             case RunRanks():
                 await self._run_ranks(body)
             case StopRanks(epoch=epoch):
@@ -201,10 +209,17 @@ class ClusterAgent:
         """Set the variables and the working directory of the ranks, once."""
         spec = self._usable_spec()
         if not self._has_entered:
-            self._copies = CopyKeeper(spec.processes if spec.verb == "train" else 0)
-            self.env = self._copies.environment(enter_environment(spec, self.env))
+            self.env = enter_environment(spec, self.env)
             self._has_entered = True
         return spec
+
+    def _own_copies(self) -> NodeCopies:
+        """The memory that keeps copies of the ranks' state."""
+        if self._copies is None:
+            spec = self._enter()
+            job = JobIdentity(spec.run_folder, self.env.get(START_VARIABLE, ""), self.supervisor.token, node_name())
+            self._copies = NodeCopies(job, spec.processes if spec.verb == "train" else 0)
+        return self._copies
 
     def _checks(self) -> NodePreflight:
         spec = self._enter()
@@ -229,7 +244,9 @@ class ClusterAgent:
         spec = self._enter()
         if self._preflight is not None:  # its processes hold memory of the devices
             await asyncio.to_thread(self._preflight.end)
-        ranks = NodeRanks(spec, order, self.env)
+        copies = self._own_copies()
+        await asyncio.to_thread(copies.begin, order)
+        ranks = NodeRanks(spec, order, copies.environment(self.env))
         try:
             ranks.start(self._listener if order.node_rank == 0 else None)
         except BaseException:
@@ -264,7 +281,8 @@ class ClusterAgent:
         if self._preflight is not None:
             self._preflight.end()
         self._close_listener()
-        self._copies.close()
+        if self._copies is not None:
+            self._copies.close()
 
     def _close_listener(self) -> None:
         if self._listener is not None:

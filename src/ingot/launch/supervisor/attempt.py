@@ -34,6 +34,7 @@ from ingot.launch.messages import (
     StopRanks,
     Suspicion,
 )
+from ingot.launch.peer_copies.arrange import CopyArrangement
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, Cluster
 from ingot.launch.supervisor.diagnose import diagnose
@@ -157,16 +158,13 @@ class AttemptRun:
         said = next((self.ended[node] for node in missing if node in self.ended), "")
         if not await self.cluster.is_answering():
             return Cause("site", f"the cluster's controller does not answer{_because(said)}")
-        if len(missing) == len(self.nodes) and len(self.nodes) + len(spares) > 1 and not self._any(spares):
+        if len(everybody) > 1 and not self.server.links.keys() & set(everybody):
             refused = self.server.refused[-1] if self.server.refused else ""
             return Cause("silent", f"no agent has reported{_because(said or refused)}; see launch/output")
         lost = {item.node: item for item in await self.cluster.lost_nodes(missing)}
         node, *others = missing
         why = said or (lost[node].reason if node in lost else "") or "it hangs, or cannot reach the supervisor"
         return Cause("silent", f"{node}: its agent has not reported: {why}", node, bad_nodes=tuple(others))
-
-    def _any(self, nodes: Sequence[str]) -> bool:
-        return any(node in self.server.links for node in nodes)
 
     async def _wait_for_agents(self, everybody: Sequence[str]) -> None:
         limit = self.times.hello if self.spec.image is None else self.times.hello_image
@@ -203,13 +201,14 @@ class AttemptRun:
     async def _start(self) -> Cause | None:
         self._enter("starting")
         self._drain_events()
-        address, port = "", 0
+        self.copies, address, port = CopyArrangement(self.server, self.nodes, self.opened.step), "", 0
         if self.spec.verb == "train" and len(self.nodes) > 1:
             answer = await self._unless_stopped(self.server.request(self.nodes[0], ReservePort(), self.times.reserve))
             if not isinstance(answer, PortReserved):
                 return await self._not_done(self.nodes[0], answer)
             link = self.server.link(self.nodes[0])
             address, port = link.address if link is not None else "", answer.port
+            await self._unless_stopped(self.copies.make())
         if self.stop.event.is_set():
             raise Stopped
         self.started = True
@@ -222,8 +221,8 @@ class AttemptRun:
         return None
 
     def _run_ranks(self, number: int, address: str, port: int) -> RunRanks:
-        number, nodes = self.share or (number, len(self.nodes))
-        return RunRanks(self.opened.epoch, self.opened.attempt, number, nodes, address, port)
+        place, nodes = self.share or (number, len(self.nodes))
+        return RunRanks(self.opened.epoch, self.opened.attempt, place, nodes, address, port, *self.copies.of(number))
 
     async def _not_done(self, node: str, answer: Any) -> Cause:
         if isinstance(answer, Failed) and answer.kind in ("lost", "silent"):

@@ -67,6 +67,11 @@ class History:
     def allocation(self) -> tuple[str, ...]:
         return self.starts[-1].nodes if self.starts else ()
 
+    @property
+    def start_prefix(self) -> str:
+        """What the names of the last start's attempts begin with."""
+        return attempt_prefix(self.starts[-1]) if self.starts else ""
+
     def usable_nodes(self, without: Sequence[str] = ()) -> list[str]:
         """Nodes of the allocation that are not left out, in its order."""
         return [node for node in self.allocation if node not in self.excluded and node not in without]
@@ -87,7 +92,7 @@ class History:
         """Whether this start of the job has led to a new checkpoint."""
         if not self.starts:
             return False
-        epochs = [a for a in self.attempts if a.opened.attempt.startswith(attempt_prefix(self.starts[-1]))]
+        epochs = [a for a in self.attempts if a.opened.attempt.startswith(self.start_prefix)]
         return any(attempt.closed.step > self.starts[-1].step for attempt in epochs)
 
 

@@ -15,6 +15,7 @@ goes back into the queue only if something will differ there: the nodes, or the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ingot.launch.supervisor.history import ClosedAttempt, History, read_history
@@ -80,16 +81,21 @@ def launch_end(history: History) -> Judged | None:
 
 
 def choose_nodes(records: Sequence[Any]) -> tuple[str, ...]:
-    """The nodes of the next attempt, empty if there are too few: those of the last one as far as they are usable, so
-    that nothing moves without need."""
+    """The nodes of the next attempt, empty if there are too few: those of the last one as far as they are usable, each
+    in its place, so that nothing moves without need; copies in host memory belong to ranks. A new start of the job has
+    the order of its allocation."""
     history = read_history(records)
     usable = history.usable_nodes()
     if len(usable) < history.nodes_needed:
         return ()
-    last = history.attempts[-1].nodes if history.attempts else frozenset()
-    kept = [node for node in usable if node in last][: history.nodes_needed]
-    spare = [node for node in usable if node not in last][: history.nodes_needed - len(kept)]
-    return tuple(node for node in usable if node in {*kept, *spare})
+    last = history.attempts[-1].opened if history.attempts else None
+    before = last.nodes if last is not None else ()
+    spares = iter([node for node in usable if node not in before])
+    if last is None or len(before) != history.nodes_needed or not last.attempt.startswith(history.start_prefix):
+        kept = [node for node in usable if node in before][: history.nodes_needed]
+        chosen = {*kept, *islice(spares, history.nodes_needed - len(kept))}
+        return tuple(node for node in usable if node in chosen)
+    return tuple(node if node in usable else next(spares) for node in before)
 
 
 def strikes(records: Sequence[Any]) -> dict[str, int]:
