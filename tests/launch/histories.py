@@ -1,10 +1,12 @@
 """Histories of a launch, made by a job that obeys the judge while everything around it fails at random."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
 from ingot.launch.supervisor.records import (
@@ -49,9 +51,15 @@ class Job:
     def add(self, record: Any) -> None:
         self.records.append(record)
 
-    def start(self, allocation: tuple[str, ...] = ()) -> bool:
-        """The job starts; returns whether it may open attempts."""
+    def start(self, allocation: tuple[str, ...] = (), back: Sequence[str] = ()) -> bool:
+        """The job starts, after these nodes were booted; returns whether it may open attempts."""
         self.restart += 1
+        history = read_history(self.records)
+        if history.open is not None:
+            self.close(diagnose_unfinished(history, {}, dict.fromkeys(back, "it was booted at 12:00:00")))
+            if self.ended in ("halt", "finish"):
+                return False
+            self.ended = ""
         if not allocation:  # Slurm does not give nodes that the job excludes, if there are others
             out = read_history(self.records).excluded
             names = [f"n{i}" for i in range(1, self.pool + 1)]
@@ -64,12 +72,11 @@ class Job:
         self.add(Started(time=self.now(), launch="L", job="7", restart=self.restart, host=host, nodes=allocation,
                          step=self.step))  # fmt: skip
         history = read_history(self.records)
-        if history.open is not None:
-            self.close(Cause("supervisor", f"the supervisor on {history.starts[-2].host} ended without reporting why",
-                             history.starts[-2].host))  # fmt: skip
         verdict = judge_start(self.records, self.now(), RUN)
         if verdict is not None and launch_end(history) is None:
             self.take(verdict)
+        elif verdict is not None:
+            self.ended = verdict.judged.action
         return verdict is None and not self.ended
 
     def open(self) -> Opened:
@@ -137,7 +144,8 @@ def random_job(seed: int, limit: int = 400) -> Job:
         if event < 0.05:  # Slurm requeues the job, or its batch host dies
             if draw.random() < 0.3:
                 job.add(StopRequested(time=job.now(), reason="signal", detail="SIGTERM"))
-            running = job.start()
+            back = draw.choice(((), opened.nodes[:1], opened.nodes[-1:], opened.nodes))
+            running = job.start(back=back)
             continue
         if event < 0.07:
             job.add(StopRequested(time=job.now(), reason=draw.choice(("user", "wall-time", "time-limit", "signal"))))

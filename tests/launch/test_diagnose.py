@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
-from ingot.launch.supervisor.diagnose import diagnose
-from ingot.launch.supervisor.records import Cause
+from ingot.launch.supervisor.diagnose import diagnose, diagnose_unfinished
+from ingot.launch.supervisor.history import History
+from ingot.launch.supervisor.records import Cause, Opened, Started, StopRequested
 
 NODES = ("n1", "n2", "n3")
 PEER = "[/torch/csrc/distributed/c10d] Connection closed by peer [198.18.20.11]:51234"
@@ -137,6 +138,32 @@ def test_a_slow_transport_is_the_nodes_that_chose_it() -> None:
     assert (blame(evidence).kind, blame(evidence).node) == ("transport", "n2")
     everywhere = {n: NodeEvidence(n, transport="NCCL uses sockets") for n in NODES}
     assert blame(everywhere).node == "" and blame(everywhere).suspects == NODES
+
+
+DOWN, BACK = "down: Not responding", "it was booted at 12:00:00"
+
+
+@pytest.mark.parametrize(
+    ("down", "back", "asked", "kind", "node"),
+    [
+        ("n2", "n1", True, "lost", "n2"),  # what is gone now says more than what was
+        ("", "n1", False, "lost", "n1"),
+        ("", "n3", False, "lost", "n3"),  # a spare; Slurm ends the job for it, too
+        ("", "n1 n2", False, "lost", "n1"),
+        ("", "n1 n2 n3", False, "supervisor", "n1"),  # a power cut
+        ("", "", False, "supervisor", "n1"),
+        ("", "n1", True, "stopped", ""),
+    ],
+)
+def test_an_attempt_that_nobody_has_closed(down: str, back: str, asked: bool, kind: str, node: str) -> None:
+    history = History(
+        starts=[Started(time="", launch="L", job="7", restart=0, host="n1", nodes=NODES, step=0)],
+        open=Opened(time="", epoch=1, attempt="7.0.1", nodes=("n1", "n2"), step=0),
+        stop=StopRequested(time="", reason="signal") if asked else None,
+    )
+    cause = diagnose_unfinished(history, dict.fromkeys(down.split(), DOWN), dict.fromkeys(back.split(), BACK))
+    assert (cause.kind, cause.node, cause.is_local) == (kind, node, kind == "lost")
+    assert cause.bad_nodes == (("n2",) if back == "n1 n2" else ())
 
 
 def test_a_missing_file_that_one_node_sees_first_may_be_its_mount() -> None:
