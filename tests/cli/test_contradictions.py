@@ -14,7 +14,6 @@ MEGATRON = "prepare --path a --output_prefix o --tokenizer t"
     [
         ("export a b -o c", "both b and -o c say where to write; give one"),
         ("export a", "nothing says where to write; add -o FOLDER"),
-        ("doctor --cluster --json", "--json is about this machine; leave out --cluster or --json"),
         ("doctor --profile mine", "a run folder or a profile needs --cluster"),
         ("doctor run --cluster --profile mine", "a launched run has its own profile"),
         ("eval", "name what to evaluate"),

@@ -133,16 +133,16 @@ class Cluster:
         (folder / "slurm.conf").write_text(conf)
         self._run("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.sock",
                   f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed", f"--log-file={folder}/munge.log")  # fmt: skip
-        _wait(lambda: (folder / "munge.sock").exists(), "munge")
+        wait_until(lambda: (folder / "munge.sock").exists(), "munge")
         self.start_controller()
         for i in range(1, self.nodes + 1):
             self.start_node(f"n{i}")
         idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
-        _wait(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
+        wait_until(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
 
     def start_controller(self) -> None:
         self._run("slurmctld", "-D")
-        _wait(lambda: "is UP" in self.ask("scontrol", "ping"), "slurmctld")
+        wait_until(lambda: "is UP" in self.ask("scontrol", "ping"), "slurmctld")
 
     def stop_controller(self) -> None:
         """As its administrator stops it: killed, it would forget the jobs of its last seconds."""
@@ -163,7 +163,7 @@ class Cluster:
             found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
             return next((p for p in found if os.readlink(f"/proc/{p}/ns/net") != own), "")
 
-        _wait(child, f"the namespace of {name}")
+        wait_until(child, f"the namespace of {name}")
         link = f"{self.bridge}.{number}"
         subprocess.run(["ip", "link", "del", link], capture_output=True, env=self.env)
         self._ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", child())
@@ -190,7 +190,7 @@ class Cluster:
             self.start_node(f"n{i}")
             self.ask("scontrol", "update", f"NodeName=n{i}", "State=RESUME")
         idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
-        _wait(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
+        wait_until(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
 
     def stop(self) -> None:
         for name in list(self.processes):
@@ -229,7 +229,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _wait(seen: Callable[[], object], what: str) -> None:
+def wait_until(seen: Callable[[], object], what: str) -> None:
     end = time.monotonic() + 30
     while not seen():
         if time.monotonic() > end:

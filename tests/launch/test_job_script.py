@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 from specs import put_on_path, spec
 
-from ingot.launch.preflight import preflight
-from ingot.launch.preflight.diagnosis import PreflightResult
-from ingot.launch.preflight.preflight import Preflight
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm import deputy
 from ingot.launch.slurm.allocation import SlurmCluster
@@ -151,13 +148,6 @@ def test_a_job_that_0_1_has_queued_ends_with_what_to_do(launched: LaunchSpec) ->
     assert (
         f"`ingot launch resume {launch.run}` continues" in str(launch.halted()) and len(done.stderr.splitlines()) == 1
     )
-
-
-def test_a_result_that_never_came_is_recorded(launched: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "ROUND_SECONDS", 0.01)
-    noted: list[PreflightResult] = []
-    result = Preflight(launched, "7.0.1", 1, {})._read_result(noted.append)
-    assert noted == [result] and "has written no result" in result.problems[0].message
 
 
 def test_a_controller_that_has_just_started_knows_no_node_and_none_is_lost(

@@ -6,23 +6,18 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from cluster import Cluster, cluster
+from cluster import Cluster, cluster, wait_until
 from specs import spec
 from test_slurm import Launched
 
 from ingot.errors import EXIT_FAULT
-from ingot.launch.agent import node_agent
 from ingot.launch.preflight.diagnosis import (
     PreflightResult,
     Problem,
     classify_nodes,
-    clock_offsets,
     failed_checks,
     failing_nodes,
     next_groups,
@@ -31,22 +26,26 @@ from ingot.launch.preflight.diagnosis import (
     wrong_clocks,
 )
 from ingot.launch.preflight.doctor import check_nodes
-from ingot.launch.preflight.node_checks import files_problem, gpu_problem, nvlink_problem, resolve
-from ingot.launch.preflight.preflight import Preflight, StopSignal, report_limit
-from ingot.launch.protocol import NODES_VARIABLE
-from ingot.launch.spec import LaunchSpec, read_spec
+from ingot.launch.preflight.node_checks import files_problem, gpu_problem, nvlink_problem
+from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.failure_log import read_failures
+from ingot.launch.supervisor.node_tests import cause_of_problems
 
 __all__ = ["cluster"]
 slow = pytest.mark.slow
 HOOK = str(Path(__file__).parent / "hook")
 
 
-def doctor(cluster: Cluster, folder: Path, nodes: int = 2, **fault: object) -> subprocess.CompletedProcess[str]:
+DOCTOR = [sys.executable, "-m", "ingot.cli.main", "doctor", "--cluster"]
+
+
+def doctor(
+    cluster: Cluster, folder: Path, *options: str, nodes: int = 2, **fault: object
+) -> subprocess.CompletedProcess[str]:
     """`ingot doctor --cluster` in an allocation, with one node as `fault` says."""
     wrong = {"node": "", "kind": "", "report_seconds": 30.0} | fault
     env = cluster.env | {"PYTHONPATH": HOOK, "INGOT_TEST_NODE": json.dumps(wrong)}
-    command = ["salloc", "--quiet", f"--nodes={nodes}", sys.executable, "-m", "ingot.cli.main", "doctor", "--cluster"]
+    command = ["salloc", "--quiet", f"--nodes={nodes}", *DOCTOR, *options]
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
@@ -59,8 +58,9 @@ def test_good_nodes_pass_and_nothing_is_left_behind(cluster: Cluster, tmp_path: 
 
 def test_one_machine_is_checked_without_slurm(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    command = [sys.executable, "-m", "ingot.cli.main", "doctor", "--cluster", "--profile", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*DOCTOR, "--profile", "cpu"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "1 node passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -103,25 +103,82 @@ def test_a_clock_half_a_minute_ahead_is_named(cluster: Cluster, tmp_path: Path) 
     assert done.returncode and re.search(r"FAIL  n2: the clock is (29|3\d)\.\d s ahead", done.stdout), done.stdout
 
 
-def test_a_node_that_says_nothing_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    done = doctor(cluster, tmp_path, node="n2", kind="silent", report_seconds=5.0)
-    assert done.returncode and "FAIL  n2: no report in" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_whose_agent_says_nothing_is_named_and_the_others_are_tested(
+    cluster: Cluster, tmp_path: Path, node: str
+) -> None:
+    done = doctor(cluster, tmp_path, nodes=3, node=node, kind="silent", report_seconds=5.0)
+    assert done.returncode == EXIT_FAULT and f"FAIL  {node}: its agent has not reported: it hangs" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert done.stdout.count("FAIL") == 1 and "2 nodes passed the checks" in done.stdout
 
 
-def test_a_node_with_a_folder_of_its_own_is_named_by_itself_and_by_the_others(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.on("n2", "mount", "-t", "tmpfs", "none", str(tmp_path))
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_with_a_folder_of_its_own_is_named(cluster: Cluster, tmp_path: Path, node: str) -> None:
+    """The first node cannot even lead the checks: the next one does."""
+    cluster.on(node, "mount", "-t", "tmpfs", "none", str(tmp_path))
     try:
-        done = doctor(cluster, tmp_path, report_seconds=5.0)
+        done = doctor(cluster, tmp_path, nodes=3)
     finally:
-        cluster.on("n2", "umount", str(tmp_path))
-    assert done.returncode and "FAIL  n2: no report in" in done.stdout, done.stdout + done.stderr
-    assert "n2: error" in done.stderr and "this node does not share the run folder" in done.stderr
+        cluster.on(node, "umount", str(tmp_path))
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert done.returncode == EXIT_FAULT and line.startswith(f"FAIL  {node}: "), done.stdout + done.stderr
+    assert "/launch/spec.json does not exist" in line and "does this node share the run folder?" in line
+    assert ("2 nodes passed the checks" in done.stdout) == (node == "n1")
 
 
-def test_a_taken_port_is_named_before_anything_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
-    """F27."""
-    done = doctor(cluster, tmp_path, node="n1", kind="port")
-    assert done.returncode and "FAIL  n1: port" in done.stdout and "is taken" in done.stdout, done.stdout
+def test_a_node_without_the_interpreter_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.on("n1", "mount", "-t", "tmpfs", "none", sys.prefix)
+    try:
+        done = doctor(cluster, tmp_path, nodes=2)
+    finally:
+        cluster.on("n1", "umount", sys.prefix)
+    assert done.returncode == EXIT_FAULT and "FAIL  n1: cannot check the nodes from here: " in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "No such file" in done.stdout and "1 node passed the checks" in done.stdout
+
+
+def test_a_node_that_dies_in_the_allocation_is_named_and_the_others_are_tested(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """srun reaches it no more, and ends the agents of all nodes for that."""
+    gate, ready = tmp_path / "gate", tmp_path / "ready"
+    os.mkfifo(gate)
+    script = f"touch {ready}; read < {gate}; exec {' '.join(DOCTOR)}"
+    command = ["salloc", "--quiet", "--no-kill", "--nodes=3", "bash", "-c", script]
+    with subprocess.Popen(command, env=cluster.env, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(ready.exists, "the allocation")
+            cluster.kill_node("n2")
+            gate.write_text("\n")
+            said = process.communicate(timeout=100)[0]
+        finally:
+            process.kill()
+            cluster.restore()
+    assert process.returncode == EXIT_FAULT and said.count("FAIL") == 1 and "FAIL  n2: " in said, said
+    assert "2 nodes passed the checks" in said
+
+
+def test_findings_of_all_nodes_as_json(cluster: Cluster, tmp_path: Path) -> None:
+    found = json.loads(doctor(cluster, tmp_path, "--json").stdout)
+    assert found["problems"] == [] and "2 nodes passed the checks" in found["notes"][0]
+    found = json.loads(doctor(cluster, tmp_path, "--json", nodes=3, node="n2", kind="clock").stdout)
+    assert [problem["host"] for problem in found["problems"]] == ["n2"]
+
+
+def test_an_interrupted_doctor_leaves_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+    env = cluster.env | {"PYTHONPATH": HOOK,
+                         "INGOT_TEST_NODE": json.dumps({"node": "n2", "kind": "silent", "report_seconds": 60.0})}  # fmt: skip
+    process = subprocess.Popen(["salloc", "--quiet", "--nodes=2", *DOCTOR], env=env, cwd=tmp_path)
+    steps = ["squeue", "--steps", "--noheader", "--format=%j"]
+    wait_until(lambda: cluster.ask(*steps).split().count("python") >= 2, "the checks and their agents")
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGINT)
+    assert process.wait(30) != 0
+    wait_until(lambda: not cluster.ask("squeue", "--noheader"), "the end of the allocation")
+    assert not list(tmp_path.iterdir())
 
 
 @slow
@@ -168,7 +225,8 @@ def test_the_majority_is_right_and_of_two_nobody_is_blamed() -> None:
     assert (problem.host, problem.suspects) == ("", ("a", "b")) and "1 on a, 2 on b" in problem.message
     (problem,) = nodes_that_differ({name: {"torch": "12"[name > "b"]} for name in "abcd"})
     assert problem.suspects == ("a", "b", "c", "d")
-    assert PreflightResult([problem]).bad_nodes == ["d"]  # to find out; it is not blamed
+    cause = cause_of_problems(PreflightResult([problem]), "abcd")
+    assert (cause.node, cause.suspects) == ("", ("a", "b", "c", "d"))
 
 
 def test_of_two_clocks_neither_is_wrong() -> None:
@@ -180,32 +238,14 @@ def test_of_two_clocks_neither_is_wrong() -> None:
 def test_one_node_that_cannot_see_the_data_decides_nothing() -> None:
     (problem,) = failed_checks({"a": {"data": "no index"}})
     assert (problem.host, problem.kind, problem.suspects) == ("", "data", ("a",))
-    assert PreflightResult([problem]).bad_nodes == []
+    cause = cause_of_problems(PreflightResult([problem]), ["a"])
+    assert (cause.kind, cause.node, cause.is_local) == ("data", "a", True)
 
 
 def test_descriptors_are_counted_by_the_ranks_that_connect_to_the_first() -> None:
     assert files_problem(1024, 1, False) == "" == files_problem(41_984, 8192, False)
     assert "a process may open 4,096 files and rank 0 of 8,192 ranks needs 41,984" in files_problem(4096, 8192, False)
     assert "RDMA needs 8,192" in files_problem(4096, 8, True)
-
-
-def seen(clocks: list[float], arrivals: list[float]) -> dict[str, dict[str, tuple[float, bool]]]:
-    """What nodes with these clocks see of each other's reports, written at these true times."""
-    out: dict[str, dict[str, tuple[float, bool]]] = {}
-    for i, (clock, arrival) in enumerate(zip(clocks, arrivals, strict=True)):
-        out[f"n{i}"] = {}
-        for j, written in enumerate(arrivals):
-            moment = max(arrival, written) + 0.01
-            out[f"n{i}"][f"n{j}"] = (moment + clock - (written + clocks[j]), written > arrival)
-    return out
-
-
-@pytest.mark.parametrize("arrivals", [[0, 0, 0], [0, 5, 9], [9, 5, 0], [5, 0, 9], [5, 9, 0]])
-def test_clocks_are_compared_whoever_comes_first(arrivals: list[float]) -> None:
-    assert clock_offsets(seen([0, 30, 0], arrivals))["n1"] == pytest.approx(30, abs=0.05)
-    found = wrong_clocks(clock_offsets(seen([-30, 0, 2], arrivals)))
-    assert [p.host for p in found.problems] == ["n0"] and "behind" in found.problems[0].message
-    assert len(found.notes) == 1 and found.notes[0].startswith("n2: the clock is 2.0 s ahead")
 
 
 def test_a_slow_device_stands_out_and_a_spread_does_not() -> None:
@@ -271,29 +311,6 @@ def test_an_nvlink_that_is_down_is_named() -> None:
     assert "GPU 1 link 1" in nvlink_problem(whole + other.replace("Link 1: 26.562 GB/s", "Link 1: <inactive>"))
 
 
-def test_an_unknown_name_is_distinguished_from_the_loopback_address() -> None:
-    assert "cannot resolve" in resolve("no-such-host.invalid")[1]
-    assert "this node's own loopback address" in resolve("localhost")[1]
-    assert resolve("192.0.2.7") == ("192.0.2.7", "")
-
-
-@pytest.mark.parametrize(
-    ("addresses", "expected"),
-    [
-        (["fd00::7", "192.0.2.7"], "192.0.2.7"),
-        (["fd00::7", "fd00::8"], "fd00::7,fd00::8"),
-        (["192.0.2.8", "192.0.2.7"], "192.0.2.7,192.0.2.8"),
-    ],
-)
-def test_addresses_of_the_first_node_are_compared_by_ip_version_4_where_it_has_any(
-    monkeypatch: pytest.MonkeyPatch, addresses: list[str], expected: str
-) -> None:
-    """Whether a node looks up IPv6 addresses is its own setting, and no reason to exclude it."""
-    found = [(None, None, None, "", (address, 0)) for address in addresses]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *arguments, **options: found)
-    assert resolve("first") == (expected, "")
-
-
 @pytest.mark.parametrize(
     ("asked", "gpus", "found"),
     [(None, 0, ("cpu", 0)), (None, 4, ("tcp", 4)), ("tcp", 0, ("tcp", 8)), ("azure-ndv4", 0, ("azure-ndv4", 8))],
@@ -303,47 +320,16 @@ def test_the_doctor_checks_nodes_like_this_one_unless_a_profile_is_named(
 ) -> None:
     specs: list[LaunchSpec] = []
 
-    def run(command: list[str], env: object) -> subprocess.CompletedProcess[str]:
-        specs.append(read_spec(Path(command[-1])))
-        return subprocess.CompletedProcess(command, 0)
+    async def check(spec: LaunchSpec, *rest: object) -> PreflightResult:
+        specs.append(spec)
+        return PreflightResult()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     monkeypatch.setattr("ingot.launch.preflight.doctor.count_gpus", lambda: gpus)
-    monkeypatch.setattr("ingot.launch.preflight.doctor.subprocess.run", run)
-    assert check_nodes(None, asked) == 0
+    monkeypatch.setattr("ingot.launch.preflight.doctor.check_together", check)
+    assert check_nodes(None, asked).exit_code == 0
     assert [(spec.profile, spec.gpus_per_node) for spec in specs] == [found]
-
-
-def test_a_signal_ends_the_wait_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    alone = spec(verb="prepare", arguments=[], run_folder=str(tmp_path), workdir=str(tmp_path), image=None)
-    report = alone.folder / "preflight" / "1" / "n1.json"
-    before = signal.getsignal(signal.SIGUSR2)
-
-    def ask() -> None:
-        while not report.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    with pytest.raises(StopSignal):
-        Preflight(alone, "1", 1, {"MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "61000"}).run(lambda verdict: None)
-    thread.join()
-    assert signal.getsignal(signal.SIGUSR2) == before and json.loads(report.read_text())["rank"] == 1
-
-
-def test_a_node_without_the_folder_stays_longer_than_the_others_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its end would end them, before they have named it."""
-    stays: list[float] = []
-    monkeypatch.setattr(node_agent, "time", SimpleNamespace(sleep=stays.append))
-    monkeypatch.setenv(NODES_VARIABLE, "n1,n2")
-    monkeypatch.setattr(sys, "argv", ["agent", "--check", "--spec", str(tmp_path / "absent.json")])
-    assert node_agent.main() == EXIT_FAULT
-    assert stays and min(stays) >= 2 * report_limit(None)
 
 
 def test_preflight_can_be_turned_off() -> None:

@@ -15,7 +15,7 @@ from ingot.launch.supervisor.state_file import EPOCHS, RESERVE, STATE
 SOURCE = Path(str(resources.files("ingot")))
 TABLES = protocol.__doc__ or ""
 FILES = [protocol._JOBS, protocol._HALT, protocol._LOST, protocol.SPEC, protocol._FILES, protocol._OUTPUT,
-         protocol._PREFLIGHT, ".lock", STATE, RESERVE, EPOCHS]  # fmt: skip
+         ".lock", STATE, RESERVE, EPOCHS]  # fmt: skip
 SERIES = [protocol._RESULT]
 SPEC = {"name": "x", "run_folder": "/runs/x", "workdir": "/"}
 

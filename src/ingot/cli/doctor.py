@@ -29,22 +29,24 @@ def doctor(
 
     Says what works, what is missing, and the command that fixes it. With
     --cluster it runs the checks that precede each attempt of a launched run,
-    on every node of the current Slurm allocation (inside `salloc`).
+    on every node of the current Slurm allocation (inside `salloc`), in the
+    same way: the first node leads, an agent on each node answers.
 
     Examples:
       ingot doctor
       ingot doctor --cluster runs/mpt-30b
+      ingot doctor --cluster --profile infiniband --json
     """
     if run is not None and profile is not None:
         raise ConfigError("a launched run has its own profile; omit --profile or the run folder")
     if (run is not None or profile is not None) and not cluster:
         raise ConfigError("a run folder or a profile needs --cluster: ingot doctor --cluster ...")
-    if cluster and as_json:
-        raise ConfigError("--json is about this machine; leave out --cluster or --json")
     if cluster:
         from ingot.launch.preflight.doctor import check_nodes
 
-        raise typer.Exit(check_nodes(run, profile))
+        found = check_nodes(run, profile)
+        print(json.dumps(asdict(found), indent=1) if as_json else str(found))
+        raise typer.Exit(found.exit_code)
     results = check_environment()
     if as_json:
         print(json.dumps([asdict(result) for result in results], indent=1))

@@ -3,7 +3,7 @@ and exit code.
 
 The supervisor leads and the agents answer, over TCP (`messages`); what it decides is in `state.jsonl`
 (`supervisor/records`). Agents send each other copies of the training state, over TCP as well (`peer_copies/wire`). On
-Kubernetes the supervisor runs in the first pod. `ingot doctor` has no supervisor: its nodes write files.
+Kubernetes the supervisor runs in the first pod. `ingot doctor --cluster` leads agents the same way.
 
 An attempt is named JOB.RESTART.NUMBER on Slurm (RESTART counts requeues), LAUNCH.RESTART.NUMBER on Kubernetes.
 
@@ -26,12 +26,6 @@ Files of the launch folder, RUN/launch/:
 | down | version 0.1 | status, the next launch | "JOB NODE": nodes that the cluster has lost | the run's |
 | code.ATTEMPT | jobs that version 0.1 queued | their job script | the attempt's exit code | the run's |
 | pods/LAUNCH.RESTART/POD | each pod | the pod of the supervisor | the machine that the pod is on | the run's |
-| preflight/ATTEMPT/NODE.json | each node of `ingot doctor` | all nodes | what it found out about itself | the run's |
-| preflight/ATTEMPT/ready-N/NODE.json | the same | all nodes | measurements; where its processes listen | the run's |
-| preflight/ATTEMPT/round-N/NODE.json | the same | all nodes | result of an all-reduce | the run's |
-| preflight/ATTEMPT/claim | one node | all nodes | empty: its owner writes the result | the run's |
-| preflight/ATTEMPT/verdict.json | that node | all nodes | the result that all nodes follow | the run's |
-| preflight/ATTEMPT/nccl-N-NODE.log | NCCL | its node | which transport it chose | the run's |
 
 Files of the run folder that the launcher uses (names in `training/runtime/run_files.py`):
 
@@ -41,7 +35,7 @@ Files of the run folder that the launcher uses (names in `training/runtime/run_f
 | FINISHED | rank 0; the last job of a preparation | supervisor, status, pods | the run is complete |
 | failures.jsonl | supervisor, pods, `ingot train` | pods, status | a line per start and per failure |
 | logs/ATTEMPT/rank-R.log | ranks | logs | output of rank R |
-| logs/ATTEMPT/stacks-R.txt, nccl-R.log | node agent | people | of a failed attempt, what ranks wrote about themselves |
+| logs/ATTEMPT/stacks-R.txt, nccl-R.log | agent | people | of a failed attempt, what ranks wrote about themselves |
 | checkpoints/STEP/manifest.json | rank 0 | supervisor, restart policy | progress |
 
 Files of a temporary folder on each node, ingot-launch-*/, which ends with the attempt: `lock` (held while its owner
@@ -58,10 +52,9 @@ Environment variables (those that ranks read are named where they are read, in `
 | SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_ARRAY_* | Slurm | supervisor | the job and its nodes |
 | INGOT_NODE_NAME | Kubernetes | supervisor, agent | the machine that a pod is on |
 | SLURMD_NODENAME | Slurm | supervisor, agent | the node's name |
-| INGOT_JOB_ATTEMPT | pod, `ingot doctor` | node agent | the attempt; in a pod, LAUNCH.RESTART |
-| INGOT_JOB_NODES | `ingot doctor` | preflight | the nodes by name, separated by commas |
-| MASTER_ADDR, MASTER_PORT | pod; agent | node agent; ranks | where rank 0 listens |
-| JOB_COMPLETION_INDEX, NODE_RANK, PET_NODE_RANK, RANK | Kubernetes | node agent | node rank |
+| INGOT_JOB_ATTEMPT | manifest; version 0.1's job script | pod | LAUNCH.RESTART; then the attempt |
+| MASTER_ADDR, MASTER_PORT | manifest; agent | pod; ranks | where the supervisor listens; where rank 0 does |
+| JOB_COMPLETION_INDEX, NODE_RANK, PET_NODE_RANK, RANK | Kubernetes | pod | number of the pod |
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK | agent | ranks | as torchrun sets them |
 | INGOT_ATTEMPT, INGOT_EPOCH | agent | ranks | the attempt; its number, which a successor's exceeds |
 | INGOT_AGENT_FILE | agent | ranks | when the agent was last alive |
@@ -100,16 +93,14 @@ from ingot.training.runtime.run_files import STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
 CLUSTER_AGENT = "ingot.launch.agent.cluster_agent"
-"""The module that runs on each node of a Slurm job; its supervisor starts it."""
-NODE_AGENT = "ingot.launch.agent.node_agent"
-"""The module that runs on each node; jobs that v0.1 queued start `ingot.launch.worker`."""
-ATTEMPT_VARIABLE, NODES_VARIABLE = "INGOT_JOB_ATTEMPT", "INGOT_JOB_NODES"
+"""The module that runs on each node; its supervisor starts it. Jobs that v0.1 queued start `ingot.launch.worker`."""
+ATTEMPT_VARIABLE = "INGOT_JOB_ATTEMPT"
 RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 NODE_RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET_NODE_RANK", "RANK")
 EXIT_NEW_PODS = 138
 
 _JOBS, _HALT, _RESULT, _LOST = "jobs.jsonl", "HALT", "code", "down"
-_OUTPUT, _FILES, _PREFLIGHT = "output", "files", "preflight"
+_OUTPUT, _FILES = "output", "files"
 
 
 @dataclass(frozen=True)
@@ -204,10 +195,6 @@ class LaunchFolder:
         with suppress(FileNotFoundError):  # a new launch removes it
             return (self.path / _HALT).read_text(encoding="utf-8").strip()
         return None
-
-    def preflight(self, attempt: str) -> Path:
-        """Where the nodes of an attempt exchange what they find."""
-        return self.path / _PREFLIGHT / attempt
 
     # --- Slurm
 

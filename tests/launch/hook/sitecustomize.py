@@ -15,16 +15,21 @@ import sys
 import time
 
 FAULT = json.loads(os.environ.get("INGOT_TEST_NODE", "{}"))
-MODULES = {"agent": "ingot.launch.agent.node_agent", "probe": "ingot.launch.preflight.allreduce_probe"}
+MODULES = {"lead": "ingot.launch.preflight.lead_checks", "agent": "ingot.launch.agent.cluster_agent",
+           "probe": "ingot.launch.preflight.allreduce_probe"}  # fmt: skip
 program = next((name for name, module in MODULES.items() if module in sys.orig_argv), "")
 if not program and "INGOT_FAILURE_FILE" in os.environ:
     program = "rank"
 
-if FAULT and program == "agent":
-    import ingot.launch.preflight.preflight
+if FAULT and program == "lead":
+    from functools import partial
 
-    ingot.launch.preflight.preflight.REPORT_SECONDS = FAULT["report_seconds"]
-    ingot.launch.preflight.preflight.ROUND_SECONDS = 6.0
+    import ingot.launch.supervisor.attempt
+    import ingot.launch.supervisor.node_tests
+
+    times = ingot.launch.supervisor.attempt.Times
+    ingot.launch.supervisor.attempt.Times = partial(times, hello=FAULT["report_seconds"])
+    ingot.launch.supervisor.node_tests.ROUND_SECONDS = 6.0
 
 if FAULT and program and socket.gethostname() == FAULT["node"]:
     kind = FAULT["kind"]
@@ -38,8 +43,6 @@ if FAULT and program and socket.gethostname() == FAULT["node"]:
     elif kind == "nccl" and program == "rank" and os.environ["RANK"] in FAULT["ranks"]:
         with open(os.environ["NCCL_DEBUG_FILE"], "w") as log:
             log.write("n2:7:7 [0] NCCL INFO NET/IB : No device found.\nn2:7:7 [0] NCCL INFO Using network Socket\n")
-    elif kind == "port" and program == "agent" and os.environ["INGOT_JOB_ATTEMPT"].endswith((".1", "doctor")):
-        taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
 
 HOLD = os.environ.get("INGOT_TEST_HOLD")
 if HOLD and "prepare" in sys.orig_argv and "launch" not in sys.orig_argv:

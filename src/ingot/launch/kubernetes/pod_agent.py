@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERROR, ConfigError, IngotError
-from ingot.launch.kubernetes.pod_cluster import RESTART_VARIABLE, PodCluster, agent_environment, machines_folder
+from ingot.launch.kubernetes.pod_cluster import RESTART_VARIABLE, PodCluster, machines_folder
 from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE
 from ingot.launch.protocol import ATTEMPT_VARIABLE, CLUSTER_AGENT, EXIT_NEW_PODS, NODE_RANK_VARIABLES, LaunchFolder
 from ingot.launch.spec import LaunchSpec, read_spec
+from ingot.launch.supervisor.cluster import agent_environment
 from ingot.launch.supervisor.failure_log import mark_start, node_name
 from ingot.launch.supervisor.history import LAUNCH_ENDING_STOPS, read_history
 from ingot.launch.supervisor.records import FINAL_KINDS, Judged, Launched, Started
@@ -70,7 +71,7 @@ class Pod:
         return read_state(self.launch.path / STATE)
 
     async def _supervise(self) -> None:
-        cluster = PodCluster(self.spec, self.spec_file, self.job, self.restart, self.port, node_name())
+        cluster = PodCluster(self.spec, self.spec_file, self.job, self.restart, node_name())
         await Supervisor(self.spec, cluster, token=self.env[TOKEN_VARIABLE], port=self.port).run()
 
     def _follow(self) -> None:

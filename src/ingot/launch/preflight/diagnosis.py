@@ -1,4 +1,4 @@
-"""Which nodes are at fault: pure functions of what all nodes reported, so that all nodes come to the same answer.
+"""Which nodes are at fault: pure functions of what all nodes reported.
 
 A check that fails on some nodes is theirs; one that fails on all of them is the user's or the site's, and other nodes
 would not help. Where nodes differ, the majority is right. Without one, of two nodes or a node alone, nobody is blamed:
@@ -17,7 +17,7 @@ CLOCK_WARN, CLOCK_FAIL = 1.0, 20.0  # seconds
 SLOW = 0.9  # of the median's speed
 MAX_ROUNDS = 6  # of the search for the node that breaks an all-reduce
 INPUT_CHECKS = ("config", "data")  # of what the user wrote, the same on all nodes
-TRANSIENT_CHECKS = ("disk", "port")  # what may have passed by the next attempt
+TRANSIENT_CHECKS = ("disk",)  # what may have passed by the next attempt
 
 Group = tuple[str, ...]
 
@@ -31,15 +31,13 @@ class Problem:
     """The node at fault; empty if no single node is."""
     kind: str = "machine"
     """machine, or one that would fail again: user, data."""
-    exclude: bool = True
-    """Whether the next attempt runs without the node."""
     suspects: Group = ()
     """Nodes among which the votes do not decide."""
 
 
 @dataclass
 class PreflightResult:
-    """What the checks found, and all nodes follow."""
+    """What the checks found."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -47,14 +45,13 @@ class PreflightResult:
 
     @property
     def exit_code(self) -> int:
-        """The exit code, if there are problems."""
+        """The exit code of `ingot doctor --cluster`."""
+        if not self.problems:
+            return 0
         return EXIT_USER_ERROR if any(problem.kind in FINAL_KINDS for problem in self.problems) else EXIT_FAULT
 
-    @property
-    def bad_nodes(self) -> list[str]:
-        """Nodes that the next attempt runs without; of suspects, one, which is not blamed."""
-        out = [p.host or (p.suspects[-1] if len(p.suspects) > 1 else "") for p in self.problems if p.exclude]
-        return list(dict.fromkeys(host for host in out if host))
+    def __str__(self) -> str:
+        return "\n".join([*(f"FAIL  {problem.message}" for problem in self.problems), *self.notes])
 
 
 def failed_checks(checks: Mapping[str, Mapping[str, str]]) -> list[Problem]:
@@ -70,7 +67,7 @@ def failed_checks(checks: Mapping[str, Mapping[str, str]]) -> list[Problem]:
         elif everywhere and len(hosts) > 1:
             problems.append(Problem(f"every node: {sentence}", kind="machine" if check in TRANSIENT_CHECKS else "user"))
         else:
-            problems += [Problem(f"{h}: {checks[h][check]}", h, exclude=check != "port") for h in hosts]
+            problems += [Problem(f"{h}: {checks[h][check]}", h) for h in hosts]
     return problems
 
 
@@ -91,22 +88,6 @@ def nodes_that_differ(common: Mapping[str, Mapping[str, str]]) -> list[Problem]:
         problems += [Problem(f"{host}: {name} is {value} here and {usual} elsewhere", host)
                      for host, value in values.items() if value != usual]  # fmt: skip
     return problems
-
-
-def clock_offsets(seen: Mapping[str, Mapping[str, tuple[float, bool]]]) -> dict[str, float]:
-    """How far each node's clock is ahead of the first one's, in seconds.
-
-    `seen` has, for each node and each other: its own clock when it saw the other's report minus the time in the report,
-    and whether it was already waiting when the report came. If so, that is the difference of the clocks; if neither of
-    two nodes was waiting, they wrote at the same moment.
-    """
-    first, *others = seen
-    ahead = {first: 0.0}
-    for host in others:
-        late, looking = seen[first][host]
-        back, looking_back = seen[host][first]
-        ahead[host] = back if looking_back and not looking else -late
-    return ahead
 
 
 def wrong_clocks(ahead: Mapping[str, float]) -> PreflightResult:

@@ -4,17 +4,15 @@ Nothing is decided here: whether a finding is the node's fault or everybody's sh
 """
 
 import hashlib
-import ipaddress
 import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -45,28 +43,19 @@ SHARED_VARIABLES = ("NCCL_", "FI_", "TORCH_")  # what a collective needs to be t
 class Report:
     """What a node found out about itself."""
 
-    host: str
-    rank: int
-    checks: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, str]
     """A sentence for each check that failed."""
-    common: dict[str, str] = field(default_factory=dict)
+    common: dict[str, str]
     """What must be the same on all nodes."""
 
 
-def check_node(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Mapping[str, str]) -> Report:
+def check_node(spec: LaunchSpec, profile: Profile, env: Mapping[str, str]) -> Report:
     """All checks of this node."""
-    report = Report(host, rank, common=_versions(spec, profile, env))
     findings = {"disk": _disk(spec)}
     if spec.verb == "train":
         findings |= {"nics": _nics(profile), "limits": _limits(profile, spec.nodes * spec.processes)}
     if spec.gpus_per_node:
         findings |= {"gpus": _gpus(spec.gpus_per_node), "nvlink": _nvlink(), "shm": _shared_memory()}
-    if spec.nodes > 1 and "MASTER_ADDR" in env:
-        address, findings["name"] = resolve(env["MASTER_ADDR"])
-        if address and not findings["name"]:
-            report.common[f"the address of {env['MASTER_ADDR']}"] = address
-        if rank == 0:
-            findings["port"] = _port(int(env["MASTER_PORT"]))
     if spec.verb == "train" and spec.arguments:
         try:
             check_data(spec)
@@ -74,8 +63,7 @@ def check_node(spec: LaunchSpec, profile: Profile, host: str, rank: int, env: Ma
             findings["data"] = str(error)
         except IngotError as error:
             findings["config"] = str(error)
-    report.checks = {name: sentence for name, sentence in findings.items() if sentence}
-    return report
+    return Report({name: sentence for name, sentence in findings.items() if sentence}, _versions(spec, profile, env))
 
 
 def _versions(spec: LaunchSpec, profile: Profile, env: Mapping[str, str]) -> dict[str, str]:
@@ -183,33 +171,6 @@ def _disk(spec: LaunchSpec) -> str:
     return ""
 
 
-def resolve(name: str) -> tuple[str, str]:
-    """The addresses of the first node's name here, and what is wrong with them."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
-    except OSError as error:
-        return "", f"cannot resolve {name}, the name of the first node: {error.strerror}"
-    found = {address for address in found if ":" not in address} or found
-    address = ",".join(sorted(found))
-    if any(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
-        return (
-            address,
-            f"{name}, the first node, is {address} here, which is this node's own loopback address; fix /etc/hosts",
-        )
-    return address, ""
-
-
-def _port(port: int) -> str:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: old connections do not count
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return f"port {port}, where the ranks meet, is taken by another program"
-    return ""
-
-
 def config_of(spec: LaunchSpec) -> RunConfig:
     """The config of a training run."""
     begin = spec.arguments.index("--") + 1 if "--" in spec.arguments else 0
@@ -229,10 +190,3 @@ def check_data(spec: LaunchSpec) -> None:
                     read_index(path / "index.json")
                 else:
                     IndexFile(path.with_name(path.name + ".idx"))
-
-
-def own_address(first: str) -> str:
-    """This node's address on the way to the first one. (No packet is sent.)"""
-    with socket.socket(socket.AF_INET6 if ":" in first else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((first, 9))
-        return str(probe.getsockname()[0])

@@ -14,7 +14,6 @@ from ingot.launch.preflight.node_checks import Report, check_node
 from ingot.launch.preflight.transport import fallback
 from ingot.launch.profiles import Profile, find_profile
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.failure_log import node_name
 
 RECHECK_SECONDS = 15.0  # for processes that have waited to measure the devices again
 
@@ -31,7 +30,7 @@ class NodePreflight:
 
     def check(self) -> Report:
         """What this node finds out about itself."""
-        return check_node(self.spec, self.profile, node_name(), 0, self.env)
+        return check_node(self.spec, self.profile, self.env)
 
     def start(self) -> None:
         """Start the processes, unless good ones still wait."""
@@ -65,7 +64,7 @@ class NodePreflight:
         speed = min((answer["gb_s"] for answer in answers if "gb_s" in answer), default=0.0)
         nodes = order.world // count
         wrong = fallback(self.profile.transport, probe.transport()) if nodes > 1 and not error else ""
-        return Reduced(speed, error or self._too_slow(speed, nodes), wrong)
+        return Reduced(speed, error, wrong)
 
     def end(self) -> None:
         """End the processes."""
@@ -74,14 +73,3 @@ class NodePreflight:
             self._probe = None
         with contextlib.suppress(OSError):
             self._closing.close()
-
-    def _too_slow(self, speed: float, nodes: int) -> str:
-        return too_slow(self.profile, self.spec.gpus_per_node, speed, nodes)
-
-
-def too_slow(profile: Profile, gpus: int, speed: float, nodes: int) -> str:
-    """What is wrong with the speed of an all-reduce, where the profile knows what is usual."""
-    usual = profile.allreduce_gb_s
-    if usual is None or nodes < 2 or gpus != profile.gpus_per_node or speed > usual / 2:
-        return ""
-    return f"{speed:.3g} GB/s of bus bandwidth where {usual:g} is usual"

@@ -2,6 +2,7 @@
 
 One srun starts all agents, spares included, and ends with them: it does not end a step because one of its tasks has
 failed, or one of its nodes. Of a task that ends, srun says so; that is faster than waiting for an agent that never was.
+Only where it does not reach a node to begin with, it ends the tasks of all: those that it reaches are started again.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ STAGE_SECONDS = 3600.0
 END_SECONDS = 5.0  # for srun, once its agents have been told to leave
 STEPS_END_SECONDS = 30.0  # for what an earlier supervisor has started and not ended
 TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
+NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.+)")
 NODE_TIMES = re.compile(r"^NodeName=(\S+) .*\bBootTime=(\d+) SlurmdStartTime=(\d+)", re.MULTILINE)
 MAX_COMMENT = 1000
 DEPUTY = "ingot.launch.slurm.deputy"
@@ -38,8 +40,9 @@ DRAINED_STATES = ("drain", "maint", "reboot")
 class SlurmCluster:
     """The allocation that this process runs in."""
 
-    def __init__(self, spec: LaunchSpec, env: Mapping[str, str] = os.environ):
-        self.spec, self.env = spec, dict(env)
+    def __init__(self, spec: LaunchSpec, env: Mapping[str, str] = os.environ, keeps_output: bool = True):
+        """keeps_output: what agents print goes to files of the launch folder; otherwise this process prints it"""
+        self.spec, self.env, self.keeps_output = spec, dict(env), keeps_output
         self.job = env["SLURM_JOB_ID"]
         self.restart = int(env.get("SLURM_RESTART_COUNT", "0"))
         self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
@@ -71,13 +74,9 @@ class SlurmCluster:
         return {node: failed.get(node, "the node did not answer") for node in nodes if node not in staged}
 
     async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
-        with contextlib.suppress(OSError):  # a full disk: srun says so
-            self.launch.output.mkdir(parents=True, exist_ok=True)
-        number = len(self._sruns)
-        output = self.launch.output / f"{self.job}.{self.restart}.{number}.%n.out"
         command = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1",
                    f"--nodelist={','.join(nodes)}", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
-                   "--open-mode=append", f"--output={output}", *srun_options(self.spec), *self._image,
+                   *self._output_options(), *srun_options(self.spec), *self._image,
                    node_python(self.spec), "-m", CLUSTER_AGENT, "--spec", str(self.launch.spec_file)]  # fmt: skip
         try:
             process = await asyncio.create_subprocess_exec(
@@ -89,10 +88,18 @@ class SlurmCluster:
                 self.ended.put_nowait(AgentEnded(node, f"cannot start srun: {error.strerror or error}"))
             return
         self._sruns.append(process)
-        task = asyncio.ensure_future(self._listen(process, list(nodes)))
+        task = asyncio.ensure_future(self._listen(process, list(nodes), env))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await self.start_deputy(nodes, env[ADDRESS_VARIABLE])
+
+    def _output_options(self) -> list[str]:
+        if not self.keeps_output:
+            return []
+        with contextlib.suppress(OSError):  # a full disk: srun says so
+            self.launch.output.mkdir(parents=True, exist_ok=True)
+        output = self.launch.output / f"{self.job}.{self.restart}.{len(self._sruns)}.%n.out"
+        return ["--open-mode=append", f"--output={output}"]
 
     async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
         """On another node than this one; where that node dies, the next agents bring a new one."""
@@ -108,19 +115,25 @@ class SlurmCluster:
                 stderr=asyncio.subprocess.DEVNULL, env=self.env, start_new_session=True,
             )  # fmt: skip
 
-    async def _listen(self, process: asyncio.subprocess.Process, nodes: list[str]) -> None:
+    async def _listen(self, process: asyncio.subprocess.Process, nodes: list[str], env: Mapping[str, str]) -> None:
         """What srun says of its tasks, to the end."""
         assert process.stderr is not None
-        last = ""
+        last, unreached = "", dict[str, str]()
         while raw := await process.stderr.readline():
             line = raw.decode(errors="replace").strip()
             with contextlib.suppress(OSError):
                 os.write(1, f"{line}\n".encode())
             last = line if "error" in line else last
-            if found := TASK_ENDED.match(line):
+            if found := NOT_LAUNCHED.match(line):
+                unreached[found[1]] = found[2]
+                self.ended.put_nowait(AgentEnded(found[1], f"srun cannot start it: {found[2]}"))
+            elif not unreached and (found := TASK_ENDED.match(line)):
                 for node in await self._host_names(found[1]):
                     self.ended.put_nowait(AgentEnded(node, found[2]))
         code = await process.wait()
+        if unreached and (others := [node for node in nodes if node not in unreached]):
+            await self.start_agents(others, env)
+            return
         for node in nodes:
             self.ended.put_nowait(AgentEnded(node, last or f"srun ended with exit code {code}"))
 

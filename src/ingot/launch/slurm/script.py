@@ -79,9 +79,7 @@ def node_python(spec: LaunchSpec) -> str:
     return spec.python or ("python3" if spec.image else sys.executable)
 
 
-def container_options(
-    spec: LaunchSpec, passed: Sequence[str] = (ADDRESS_VARIABLE, TOKEN_VARIABLE, START_VARIABLE)
-) -> list[str]:
+def container_options(spec: LaunchSpec) -> list[str]:
     """Pyxis options. Variables of the image win over the host's unless they are named."""
     if spec.image is None:
         return []
@@ -89,7 +87,7 @@ def container_options(
     run = Path(spec.run_folder)
     own = [f"{path}:{path}" for path in (run if spec.verb == "train" else run.parent, spec.workdir)]
     mounts = list(dict.fromkeys([*own, *spec.mounts, *profile.mounts]))
-    names = sorted({*passed, *profile.variables, *spec.env, *spec.secrets})
+    names = sorted({ADDRESS_VARIABLE, TOKEN_VARIABLE, START_VARIABLE, *profile.variables, *spec.env, *spec.secrets})
     image = [] if spec.stage else [f"--container-image={spec.image}"]  # else the supervisor knows where it is
     return [*image, f"--container-mounts={','.join(mounts)}", f"--container-env={','.join(names)}",
             "--no-container-mount-home", "--container-writable"]  # fmt: skip

@@ -114,7 +114,7 @@ class AttemptRun:
 
     async def run(self, spares: Sequence[str], env: Mapping[str, str]) -> Cause:
         try:
-            cause = await self._hello(spares, env) or await self._preflight(spares) or await self._start()
+            cause = await self.hello(spares, env) or await self._preflight(spares) or await self._start()
         except Stopped:
             cause = Cause("stopped", "stopped before the first step")
         if cause is None:
@@ -142,7 +142,8 @@ class AttemptRun:
                     waiting.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    async def _hello(self, spares: Sequence[str], env: Mapping[str, str]) -> Cause | None:
+    async def hello(self, spares: Sequence[str], env: Mapping[str, str]) -> Cause | None:
+        """Start the agents that do not run yet, and wait for them."""
         everybody = [*self.nodes, *spares]
         absent = [node for node in everybody if node not in self.server.links]
         if any(node in self.nodes for node in absent):
@@ -267,7 +268,7 @@ class AttemptRun:
         """What an event means; None if the attempt goes on."""
         node, report = event.node, event.report
         if node not in self.nodes:
-            return None  # a spare; `_hello` looks at it when it is needed
+            return None  # a spare; `hello` looks at it when it is needed
         if report is None:
             self.absent.setdefault(node, time.monotonic())
             return None

@@ -1,9 +1,18 @@
 """What a supervisor needs of the cluster that its job runs on. Slurm's is in `slurm/allocation.py`."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+from ingot.launch.messages import ADDRESS_VARIABLE
+from ingot.launch.protocol import CLUSTER_AGENT, RENDEZVOUS_VARIABLES
+
+END_SECONDS = 10.0  # for an agent that was told to leave
 
 
 @dataclass(frozen=True)
@@ -69,3 +78,77 @@ class Cluster(Protocol):
 
     async def comment(self, text: str) -> None:
         """Tell people who ask the cluster about the job: the run folder may be full or gone."""
+
+
+class ThisMachine:
+    """The agent of the machine that the supervisor runs on: a child of this process."""
+
+    def __init__(self, spec_file: Path, job: str, restart: int, host: str):
+        self.spec_file, self.job, self.restart, self.host = spec_file, job, restart, host
+        self.ended: asyncio.Queue[AgentEnded] = asyncio.Queue()
+        self._agent: asyncio.subprocess.Process | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def nodes(self) -> list[str]:
+        return [self.host]
+
+    async def stage(self) -> dict[str, str]:
+        return {}
+
+    async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
+        if self.host not in nodes or (self._agent is not None and self._agent.returncode is None):
+            return
+        port = env[ADDRESS_VARIABLE].rpartition(":")[2]
+        self._agent = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", CLUSTER_AGENT, "--spec", str(self.spec_file),
+            env={**agent_environment(os.environ), **env, ADDRESS_VARIABLE: f"127.0.0.1:{port}"},
+        )  # fmt: skip
+        task = asyncio.ensure_future(self._wait(self._agent))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait(self, agent: asyncio.subprocess.Process) -> None:
+        code = await agent.wait()
+        self.ended.put_nowait(AgentEnded(self.host, f"its agent ended with exit code {code}"))
+
+    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
+        pass
+
+    async def end_agents(self) -> None:
+        agent = self._agent
+        if agent is None or agent.returncode is not None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await agent.wait()
+                return
+        with suppress(ProcessLookupError):
+            agent.kill()
+        await agent.wait()
+
+    async def end_earlier_steps(self) -> None:
+        pass
+
+    async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
+        return []
+
+    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
+        return {}
+
+    async def is_answering(self) -> bool:
+        return True
+
+    async def requeue(self, exclude: Sequence[str]) -> bool:
+        return False
+
+    async def hand_over(self, exclude: Sequence[str]) -> bool:
+        return False
+
+    async def comment(self, text: str) -> None:
+        pass
+
+
+def agent_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Without an address where ranks would meet, as a pod has one: a PyTorchJob calls the first pod localhost in that
+    pod. There it is the supervisor's, and the supervisor tells the ranks where to meet."""
+    return {name: value for name, value in env.items() if name not in RENDEZVOUS_VARIABLES}

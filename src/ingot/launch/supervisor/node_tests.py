@@ -209,7 +209,7 @@ def cause_of_problems(result: PreflightResult, nodes: Sequence[str]) -> Cause:
     if kind in FINAL_KINDS:  # seen by one node alone, it may be that node's view of the disk
         alone = suspects[0] if len(suspects) == 1 else ""
         return Cause(kind, first.message + more, alone, is_local=bool(alone))
-    named = [problem.host for problem in result.problems if problem.host and problem.exclude]
+    named = [problem.host for problem in result.problems if problem.host]
     bad = list(dict.fromkeys(named))
     if not bad and not suspects and not first.host and len(nodes) > 1:
         return Cause("site", first.message + more)  # a disk that all nodes find full, say: it may pass
