@@ -11,7 +11,6 @@ for about a second: the median counts, `spread` is their range over it. `ratio` 
 """
 
 import argparse
-import gc
 import math
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo
+from gpu import clean
 from gpu_distributed import matmul_tflops
 from gpu_peers import LargePeer, NanoGPT, PeerStep
 from gpu_profile import event_times
@@ -82,14 +82,6 @@ def measure(step: Callable[[], Any], device: torch.device) -> list[float]:
 
 def peak_gib(device: torch.device) -> float:
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else 0.0
-
-
-def clean(device: torch.device) -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def run_ingot(shape: Shape, overrides: list[str]) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from typing import Any
 
 from runs import ARGUMENTS
 from specs import spec
+from state_records import StateRecords
 
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
-from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened
-from ingot.launch.supervisor.state_file import read_state
 from ingot.launch.supervisor.supervise import Supervisor
 
 HOOK = str(Path(__file__).parent / "node_hook")
@@ -90,7 +89,7 @@ class LocalCluster:
         self.comments.append(text)
 
 
-class SupervisedRun:
+class SupervisedRun(StateRecords):
     """A training run on such a cluster: two nodes of one rank each, and spares."""
 
     def __init__(self, data: Path, folder: Path, *more: str, spares: int = 0, **fault: Any):
@@ -112,25 +111,6 @@ class SupervisedRun:
 
     def to_the_end(self) -> int:
         return asyncio.run(self.run())
-
-    def of(self, kind: type) -> list[Any]:
-        return [record for record in read_state(self.folder / "launch" / "state.jsonl") if isinstance(record, kind)]
-
-    @property
-    def causes(self) -> list[tuple[str, str]]:
-        return [(closed.cause.kind, closed.cause.node) for closed in self.of(Closed)]
-
-    @property
-    def nodes(self) -> list[tuple[str, ...]]:
-        return [opened.nodes for opened in self.of(Opened)]
-
-    @property
-    def excluded(self) -> list[str]:
-        return [record.node for record in self.of(Excluded)]
-
-    @property
-    def actions(self) -> list[str]:
-        return [record.action for record in self.of(Judged)]
 
     def batches(self) -> int:
         path = self.folder / "metrics.jsonl"

@@ -427,7 +427,7 @@ def test_a_node_without_the_run_folder_or_the_working_directory_says_so(tmp_path
 
 def test_a_node_whose_own_disk_is_full_is_at_fault_and_not_the_shared_one(tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("mounts a file system")
+        pytest.skip("only root can mount a file system")
     small = tmp_path / "tmp"
     small.mkdir()
     # room for one file or folder

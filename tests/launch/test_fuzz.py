@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import os
 import re
-import shutil
 import string
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from typing import Any, get_origin
 import pytest
 import yaml
 from manifests import manifest_problems
+from shell_check import shellcheck
 from specs import LAUNCH, VALUES
 
 from ingot.errors import ConfigError
@@ -158,15 +157,6 @@ def test_arguments_and_variables_take_any_text_and_leave_the_script_as_it_is() -
     for wrong in ("a\nb", "a\0b", "a\x1bb"):
         with pytest.raises(ConfigError, match="control character"):
             make_spec(VALUES | {"env": {"NAME": wrong}})
-
-
-def shellcheck(*files: Path) -> str:
-    """What shellcheck finds; it is installed with ingot's development packages."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    program = shutil.which("shellcheck", path=path)
-    assert program is not None, "shellcheck is not installed; run `make setup`"
-    done = subprocess.run([program, "--external-sources", *map(str, files)], capture_output=True, text=True)
-    return done.stdout + done.stderr
 
 
 def test_shellcheck_finds_nothing_in_the_packaged_scripts() -> None:

@@ -16,6 +16,7 @@ import pytest
 from local_cluster import HOOK
 from runs import ARGUMENTS, assert_as_if_nothing_happened, whole
 from specs import LAUNCH, spec
+from state_records import StateRecords
 
 from ingot.launch.kubernetes.pod_agent import decision_of, exit_code_of
 from ingot.launch.protocol import EXIT_NEW_PODS, LaunchFolder
@@ -30,7 +31,6 @@ from ingot.launch.supervisor.records import (
     StopReason,
     StopRequested,
 )
-from ingot.launch.supervisor.state_file import read_state
 
 __all__ = ["whole"]
 T = "2026-01-01T00:00:00+00:00"
@@ -43,7 +43,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> int:
     return 2
 
 
-class Pods:
+class Pods(StateRecords):
     """Both pods of a run, as Kubernetes starts them."""
 
     def __init__(self, data: Path, folder: Path, *more: str, **fault: Any):
@@ -88,9 +88,6 @@ class Pods:
         for process in self.processes:
             process.kill()
             process.wait()
-
-    def of(self, kind: type) -> list[Any]:
-        return [record for record in read_state(self.folder / "launch" / "state.jsonl") if isinstance(record, kind)]
 
     def wait_for_batch(self, batch: int) -> None:
         path = self.folder / "metrics.jsonl"

@@ -13,43 +13,23 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import Cluster, cluster
 from runs import assert_as_if_nothing_happened
+from state_records import StateRecords
 from test_slurm import Launched, whole
 
 from ingot.launch.supervisor import judge
 from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened, Started, StopRequested
-from ingot.launch.supervisor.state_file import read_state
 
 __all__ = ["cluster", "whole"]
 slow = pytest.mark.slow
 ALL = {"kind": "slow", "rank": 0, "batch": 1, "attempts": "all"}
 
 
-class Watched(Launched):
+class Watched(StateRecords, Launched):
     """A run of the cluster and its records."""
-
-    @property
-    def records(self) -> list[Any]:
-        path = self.folder / "launch" / "state.jsonl"
-        return read_state(path) if path.exists() else []
-
-    def of(self, kind: type) -> list[Any]:
-        return [record for record in self.records if isinstance(record, kind)]
-
-    @property
-    def causes(self) -> list[tuple[str, str]]:
-        return [(closed.cause.kind, closed.cause.node) for closed in self.of(Closed)]
-
-    @property
-    def nodes(self) -> list[tuple[str, ...]]:
-        return [opened.nodes for opened in self.of(Opened)]
-
-    def phases(self) -> list[str]:
-        return [record.phase for record in self.records if type(record).__name__ == "PhaseBegan"]
 
     def log(self) -> str:
         return "".join(path.read_text() for path in (self.folder / "launch").glob("slurm-*.out"))

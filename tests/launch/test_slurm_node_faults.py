@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
+from freezer import freezer
 from runs import assert_as_if_nothing_happened
 from test_slurm import whole
 from test_slurm_faults import ALL, Watched, usual
@@ -19,7 +19,7 @@ from ingot.launch.supervisor import judge
 from ingot.launch.supervisor.records import Closed, Excluded, Opened, StopRequested
 from ingot.training.runtime.heartbeat import read_beat
 
-__all__ = ["cluster", "usual", "whole"]
+__all__ = ["cluster", "freezer", "usual", "whole"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("usual")]
 
 
@@ -34,22 +34,6 @@ def rank_process(run: Watched, rank: int) -> tuple[int, dict[str, str]]:
         if b"agent.rank_main" in words and str(run.folder).encode() in words and env.get("RANK") == str(rank):
             return int(path.name), env
     return 0, {}
-
-
-@pytest.fixture
-def freezer() -> Iterator[Path]:
-    """A control group whose frozen processes are in state D and survive SIGKILL."""
-    group = Path("/sys/fs/cgroup/freezer") / f"ingot-test-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError:
-        pytest.skip("there is no freezer to make a process that cannot be killed")
-    yield group
-    (group / "freezer.state").write_text("THAWED")
-    end = time.monotonic() + 30
-    while (group / "cgroup.procs").read_text() and time.monotonic() < end:
-        time.sleep(0.05)
-    group.rmdir()
 
 
 class Elsewhere(Watched):

@@ -38,14 +38,14 @@ class Job:
 
     def __init__(self, run: Path, nodes: int = 2, spares: int = 1, **changes: Any):
         run.mkdir(parents=True, exist_ok=True)
-        self.run = run
+        self.folder = run
         self.spec: LaunchSpec = spec(run_folder=str(run), workdir=str(run), nodes=nodes, spares=spares, image=None,
                                      **changes)  # fmt: skip
         self.cluster = LightCluster(NODES[: nodes + spares], str(run))
         self.steps = 0
 
     def launch(self) -> "Job":
-        state = StateFile(self.run / "launch")
+        state = StateFile(self.folder / "launch")
         state.append(Launched(time=now(), launch=f"L{len(state.records)}", back_end="slurm", nodes=self.spec.nodes,
                               spares=self.spec.spares))  # fmt: skip
         return self
@@ -74,33 +74,14 @@ class Job:
         out = self.cluster.requeued[-1] if self.cluster.requeued else []
         before = self.cluster
         self.cluster = LightCluster([n for n in (*NODES, "n4", "n5") if n not in out][: len(before.names)],
-                                    str(self.run), before.restart + 1)  # fmt: skip
+                                    str(self.folder), before.restart + 1)  # fmt: skip
         self.cluster.behaviors = before.behaviors
         return self.start()
 
     def checkpoint(self, step: int) -> None:
-        path = self.run / "checkpoints" / str(step)
+        path = self.folder / "checkpoints" / str(step)
         path.mkdir(parents=True, exist_ok=True)
         (path / "manifest.json").write_text("{}")
-
-    @property
-    def records(self) -> list[Any]:
-        return read_state(self.run / "launch" / "state.jsonl")
-
-    def of(self, kind: type) -> list[Any]:
-        return [record for record in self.records if isinstance(record, kind)]
-
-    @property
-    def causes(self) -> list[tuple[str, str]]:
-        return [(closed.cause.kind, closed.cause.node) for closed in self.of(Closed)]
-
-    @property
-    def actions(self) -> list[str]:
-        return [judged.action for judged in self.of(Judged)]
-
-    @property
-    def nodes(self) -> list[tuple[str, ...]]:
-        return [opened.nodes for opened in self.of(Opened)]
 
 
 def once(fault: Callable[[LightAgent, RunRanks], Any]) -> Callable[[LightAgent, RunRanks], Any]:
@@ -139,7 +120,7 @@ def test_the_node_of_the_error_is_named_though_others_report_first(job: Job) -> 
     assert job.launch().start() == 0
     assert job.causes == [("program", "n2"), ("finished", "")] and job.actions == ["restart", "finish"]
     assert job.nodes == [("n1", "n2")] * 2
-    (line,) = (json.loads(text) for text in (job.run / "failures.jsonl").read_text().splitlines())
+    (line,) = (json.loads(text) for text in (job.folder / "failures.jsonl").read_text().splitlines())
     assert (line["host"], line["attempt"], line["kind"]) == ("n2", "7.0.1", "program")
 
 
@@ -173,7 +154,7 @@ def test_a_wrong_token_is_refused_and_the_node_left_out(job: Job) -> None:
     assert job.launch().start() == 0
     assert job.causes[0] == ("silent", "n2") and job.nodes[1] == ("n1", "n3")
     assert any("does not know the job's token" in reason for reason in job.supervisor.server.refused)
-    assert "guessed" not in (job.run / "launch" / "state.jsonl").read_text()
+    assert "guessed" not in (job.folder / "launch" / "state.jsonl").read_text()
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b"GET / HTTP/1.1\r\n", b"\xff\x00", b"{}\n", b"x" * 100_000])
@@ -194,7 +175,7 @@ def test_the_token_is_never_written_down(job: Job) -> None:
     token = job.supervisor.server.token
     assert len(token) == 64
     assert not any(
-        token in path.read_text() for path in job.run.rglob("*") if path.is_file() and path.stat().st_size < 1 << 20
+        token in path.read_text() for path in job.folder.rglob("*") if path.is_file() and path.stat().st_size < 1 << 20
     )
 
 
@@ -348,7 +329,7 @@ def test_a_full_run_folder_is_the_sites_and_every_end_is_told_elsewhere(
 
     job.cluster.everywhere(fill)
     job.launch()
-    plain, path = os.pwrite, job.run / "launch" / "state.jsonl"
+    plain, path = os.pwrite, job.folder / "launch" / "state.jsonl"
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
         if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
@@ -364,8 +345,8 @@ def test_a_full_run_folder_is_the_sites_and_every_end_is_told_elsewhere(
 
 
 def test_a_damaged_state_file_is_one_sentence_and_nothing_starts(job: Job) -> None:
-    (job.run / "launch").mkdir()
-    (job.run / "launch" / "state.jsonl").write_text("something else\n")
+    (job.folder / "launch").mkdir()
+    (job.folder / "launch" / "state.jsonl").write_text("something else\n")
     with pytest.raises(Exception, match="line 1 is not a record"):
         job.start()
     assert not job.cluster.all_agents
@@ -376,7 +357,7 @@ def stop_when(job: Job, phase: str) -> Callable[[Job], Any]:
         await until(
             lambda: any(getattr(r, "phase", "") == phase for r in job.supervisor.__dict__.get("state", job).records)
         )
-        (job.run / "STOP").touch()
+        (job.folder / "STOP").touch()
 
     return stop
 
@@ -399,10 +380,10 @@ def test_a_stop_in_any_phase_is_a_record_and_ends_the_launch(
     assert job.launch().start(stop_when(job, phase)) == 0
     assert [record.reason for record in job.of(StopRequested)] == ["user"]
     assert job.actions[-1] == "stop" and job.seconds < 10
-    assert (job.run / "STOP").exists(), "nobody but the user removes it"
+    assert (job.folder / "STOP").exists(), "nobody but the user removes it"
     opened = len(job.of(Opened))
     assert job.again() == 0 and len(job.of(Opened)) == opened
-    (job.run / "STOP").unlink()
+    (job.folder / "STOP").unlink()
     assert job.again() == 0 and len(job.of(Opened)) == opened, "the stop is a fact of this launch"
     job.launch().cluster.behaviors.clear()
     assert job.again() == 0 and job.causes[-1] == ("finished", "")
@@ -418,7 +399,7 @@ def test_a_time_limit_before_the_first_checkpoint_ends_it(job: Job) -> None:
     job.cluster.seconds = 60
     assert job.launch().start(limit) == 3 and job.cluster.requeued == []
     assert "shorter than start-up, a step and a save" in job.of(Judged)[-1].reason
-    assert (job.run / "launch" / "HALT").exists()
+    assert (job.folder / "launch" / "HALT").exists()
 
 
 @pytest.mark.parametrize("successor", [False, True])
@@ -439,7 +420,9 @@ def test_a_run_that_stops_by_itself_for_its_wall_time_is_not_queued_again(job: J
     """L5."""
 
     def over(agent: LightAgent, body: RunRanks) -> str:
-        (job.run / "stopped.json").write_text(json.dumps({"reason": "max_wall_time is over", "batch": 3, "total": 9}))
+        (job.folder / "stopped.json").write_text(
+            json.dumps({"reason": "max_wall_time is over", "batch": 3, "total": 9})
+        )
         agent.end(75)
         return "over"
 
@@ -481,7 +464,7 @@ def test_ranks_that_do_not_stop_are_ended(job: Job) -> None:
 
 def leave_open(job: Job, restart: int, epoch: int) -> None:
     """What a supervisor leaves that is killed with its node."""
-    state = StateFile(job.run / "launch")
+    state = StateFile(job.folder / "launch")
     state.append(Started(time=now(), launch="L0", job="7", restart=restart, host="n1", nodes=NODES, step=0))
     state.append(Opened(time=now(), epoch=epoch, attempt=f"7.{restart}.1", nodes=("n1", "n2"), step=0))
 
@@ -499,7 +482,7 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_in_the_same_allocation(j
     assert job.start() == 0 and job.cluster.ended_steps == 1
     assert [opened.attempt for opened in job.of(Opened)] == ["7.0.1", "7.0.2"]
     assert job.causes == [("supervisor", "n1"), ("finished", "")]
-    other = Job(job.run.parent / "other")
+    other = Job(job.folder.parent / "other")
     leave_open(other.launch(), 0, 1)
     other.cluster.restart = 1
     assert other.start() == 0 and other.cluster.ended_steps == 0
@@ -636,13 +619,13 @@ def test_memory_errors_are_steps_of_the_config(job: Job) -> None:
 def test_an_orphaned_supervisor_ends_without_touching_the_cluster(job: Job) -> None:
     async def successor(job: Job) -> None:
         await until(lambda: "n1" in job.cluster.agents and job.cluster.agents["n1"].epoch)
-        StateFile(job.run / "launch").append(
+        StateFile(job.folder / "launch").append(
             Started(time=now(), launch="L0", job="7", restart=1, host="n3", nodes=NODES, step=0)
         )
 
     job.cluster.seconds = 0.5
     assert job.launch().start(successor) == 1
-    assert job.cluster.requeued == [] and job.causes == [] and not (job.run / "launch" / "HALT").exists()
+    assert job.cluster.requeued == [] and job.causes == [] and not (job.folder / "launch" / "HALT").exists()
 
 
 def test_a_share_of_a_preparation_is_its_own_story(tmp_path: Path) -> None:
@@ -651,9 +634,9 @@ def test_a_share_of_a_preparation_is_its_own_story(tmp_path: Path) -> None:
     job.cluster.of("n1").fault = lambda agent, body: seen.append(body)
     assert job.start(share=Share(2, 3)) == 0
     assert (seen[0].node_rank, seen[0].nodes) == (2, 3)
-    assert read_state(job.run / "launch" / "shares" / "2" / "state.jsonl") and not (job.run / "FINISHED").exists()
-    job.cluster = LightCluster(["n1"], str(job.run))
-    assert job.start(share=Share(3, 3)) == 0 and (job.run / "FINISHED").exists()
+    assert read_state(job.folder / "launch" / "shares" / "2" / "state.jsonl") and not (job.folder / "FINISHED").exists()
+    job.cluster = LightCluster(["n1"], str(job.folder))
+    assert job.start(share=Share(3, 3)) == 0 and (job.folder / "FINISHED").exists()
 
 
 def test_reports_of_an_earlier_attempt_mean_nothing(job: Job) -> None:

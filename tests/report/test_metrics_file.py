@@ -37,7 +37,7 @@ def test_rows_that_cannot_be_written_are_kept_and_written_whole_when_there_is_ro
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
-        pytest.skip("mounts a file system")
+        pytest.skip("only root can mount a file system")
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], check=True)

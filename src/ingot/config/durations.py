@@ -7,9 +7,10 @@ counts batches.
 
 import math
 import re
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import core_schema
@@ -22,16 +23,31 @@ LONGEST = 1e18  # of any unit: batches are counted in 64 bits
 PATTERN = rf"([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([KMBT]?)({'|'.join(UNITS)})"
 
 
+class WrittenAsText(ABC):
+    """A value of a config that is written as one string, which `str` returns."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, text: Any) -> Self:
+        """The value that a text stands for; ValueError if there is none."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+
 @dataclass(frozen=True)
-class Duration:
+class Duration(WrittenAsText):
     """A value and its unit."""
 
     value: float
     unit: str
 
     @classmethod
-    def parse(cls, text: Any) -> "Duration":
-        if isinstance(text, Duration):
+    def parse(cls, text: Any) -> Self:
+        if isinstance(text, cls):
             return text
         match = re.fullmatch(PATTERN, str(text).strip())
         if match is None:
@@ -58,12 +74,6 @@ class Duration:
         return f"{self.value:.15g}{self.unit}"
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
-        )
-
-    @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict:
         return {
             "type": "string",
@@ -73,7 +83,7 @@ class Duration:
 
 
 @dataclass(frozen=True)
-class StepRange:
+class StepRange(WrittenAsText):
     """Consecutive steps, written as `10-13`, or as `10` for one."""
 
     first: int
@@ -83,8 +93,8 @@ class StepRange:
     PATTERN = r"([0-9]{1,18})(?:-([0-9]{1,18}))?"
 
     @classmethod
-    def parse(cls, text: Any) -> "StepRange":
-        if isinstance(text, StepRange):
+    def parse(cls, text: Any) -> Self:
+        if isinstance(text, cls):
             return text
         match = re.fullmatch(cls.PATTERN, str(text).strip())
         if match is None:
@@ -103,12 +113,6 @@ class StepRange:
 
     def __str__(self) -> str:
         return f"{self.first}-{self.last}"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
-        )
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict:

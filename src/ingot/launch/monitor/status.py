@@ -25,7 +25,7 @@ from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.slurm.queue import canceller, exit_of
 from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
 from ingot.launch.supervisor.history import History
-from ingot.launch.supervisor.progress import newest_checkpoint
+from ingot.launch.supervisor.progress import newest_checkpoint, pieces_done
 from ingot.plurals import count_of
 from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, STOP, STOPPED
@@ -171,7 +171,7 @@ def read_status(run: Path) -> Status:
     return Status(
         state=state.state, since=state.since, next=state.next, advice=state.advice,
         stopped=_stopped(run) if state.state == "not running" else "", stop=_stop(history),
-        cancelled_by=facts.cancelled_by, verb=verb, pieces=_pieces(run) if verb == "prepare" else 0,
+        cancelled_by=facts.cancelled_by, verb=verb, pieces=pieces_done(run) if verb == "prepare" else 0,
         checkpoint=facts.checkpoint, attempts=len(attempts) or _attempts(run), attempt_list=attempts,
         failures=read_all_failures(run), jobs={job.id: job.state for job in facts.jobs or ()},
         waits_for={job.id: job.reason for job in facts.living if job.reason}, job_starts=_starts(launches),
@@ -260,15 +260,6 @@ def _attempts(run: Path) -> int:
     """On a cluster each has a folder of logs; on one machine they share one, and all but the last have failed."""
     folders = [path for path in (run / LOGS).glob("*") if path.is_dir()]
     return len(folders) or (len(read_failures(run)) + 1 if (run / LOGS).is_dir() else 0)
-
-
-def _pieces(run: Path) -> int:
-    """Pieces in the journals of the preparation that this folder belongs to."""
-    pieces = 0
-    with suppress(FileNotFoundError):  # a preparation removes them when it ends
-        for path in run.parent.glob(".*.partial/journal*.jsonl"):
-            pieces += path.read_bytes().count(b'"task": "tokenize"')
-    return pieces
 
 
 def _local(time: str) -> str:
