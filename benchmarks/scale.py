@@ -3,9 +3,10 @@ coroutines of one process that speak the real messages over real sockets and run
 
     python benchmarks/scale.py [--nodes 1024] [--seconds 30]
 
-Prints and writes benchmarks/results/scale.json: messages and seconds per phase, operations on the run folder per second
-while ranks run, memory. Counts do not depend on the machine; seconds are of one core that plays all 1,024 nodes as well
-(divide by two or more for the supervisor's own part).
+Prints and writes benchmarks/results/scale.json: messages and seconds per phase, memory, operations on the run folder
+per second while ranks run (the supervisor's looks for STOP, its records, the owner's file of rank 0; rows, samples and
+checkpoints come on top of it). Counts do not depend on the machine; seconds are of one core that plays all 1,024 nodes
+as well (divide by two or more for the supervisor's own part).
 """
 
 import argparse
@@ -34,6 +35,8 @@ from ingot.launch.messages import RankProgress, RunRanks  # noqa: E402
 from ingot.launch.supervisor.records import Closed, Judged, Launched, PhaseBegan  # noqa: E402
 from ingot.launch.supervisor.state_file import StateFile, now, read_state  # noqa: E402
 from ingot.launch.supervisor.supervise import Supervisor  # noqa: E402
+from ingot.parallel.rank_env import EPOCH  # noqa: E402
+from ingot.training.runtime.lease import Lease  # noqa: E402
 
 CALLS = (
     "stat",
@@ -47,8 +50,12 @@ CALLS = (
     "mkdir",
     "scandir",
     "rename",
+    "replace",
+    "link",
+    "utime",
     "close",
 )
+PLAIN_OPEN = 3  # a file that is read or written with `open`: opened, read or written, closed
 BEAT_SECONDS = 10.0
 BEFORE = {
     "source": "arithmetic from the code that this replaced, for 1,024 nodes x 8",
@@ -71,7 +78,7 @@ class FileOperations:
         plain_open = io.open
         for name in CALLS:
             setattr(os, name, self._wrap(name, plain[name]))
-        io.open = self._wrap("open", plain_open)  # type: ignore[assignment]
+        io.open = self._wrap("open", plain_open, PLAIN_OPEN)  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -79,11 +86,11 @@ class FileOperations:
                 setattr(os, name, plain[name])
             io.open = plain_open  # type: ignore[assignment]
 
-    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, name: str, call: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
             target = arguments[0] if arguments else ""
             own = target in self.ours if isinstance(target, int) else str(target).startswith(self.folder)
-            self.counts[name] += own  # before the call: a file that is not there was looked for, too
+            self.counts[name] += own * count  # before the call: a file that is not there was looked for, too
             result = call(*arguments, **options)
             if own:
                 if name == "open" and isinstance(result, int):
@@ -99,14 +106,20 @@ class FileOperations:
 
 
 class BeatingAgent(LightAgent):
-    """Reports every ten seconds while its ranks run, as agents do."""
+    """Reports every ten seconds while its ranks run, as agents do. The first node keeps the owner's file."""
 
     async def ranks(self, body: RunRanks) -> None:
         beats = asyncio.ensure_future(self._beat(body.epoch))
+        lease = None
+        if body.node_rank == 0:
+            os.environ[EPOCH] = str(body.epoch)
+            lease = Lease(Path(self.launch))
         try:
             await super().ranks(body)
         finally:
             beats.cancel()
+            if lease is not None:
+                lease.release()
 
     async def _beat(self, epoch: int) -> None:
         batch = 1

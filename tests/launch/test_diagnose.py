@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
-from ingot.launch.supervisor.diagnose import diagnose, diagnose_unfinished
+from ingot.launch.supervisor.diagnose import PaceWatch, diagnose, diagnose_unfinished
 from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.records import Cause, Opened, Started, StopRequested
 
@@ -203,6 +203,27 @@ def test_a_rank_without_a_stack_holds_the_interpreter() -> None:
 
 def test_fewest_collectives_are_next() -> None:
     assert hang(waits(0), waits(1, collectives=6), waits(2)).node == "n2"
+
+
+def test_the_slowest_until_then_is_the_last_sign_and_no_strike() -> None:
+    """W1: all wait in torch, and have joined as many collectives."""
+    found = hang(*(waits(i, own_seconds=seconds) for i, seconds in enumerate((1.0, 4.0, 1.1))))
+    assert (found.node, found.is_local) == ("n2", False) and "4 s of its own work per batch" in found.message
+    found = hang(waits(0, own_seconds=4.0), waits(1, collectives=6, own_seconds=1.0), waits(2, own_seconds=1.0))
+    assert found.node == "n2", "a missed collective is the stronger sign"
+    assert hang(waits(0, own_seconds=1.0), waits(1, own_seconds=1.2), waits(2, own_seconds=1.1)).node == ""
+    assert hang(waits(0), waits(1, own_seconds=4.0), waits(2, own_seconds=1.0)).node == "", "one was not measured"
+
+
+def test_a_slow_node_is_said_after_three_looks_and_taken_back_after_three() -> None:
+    """W1."""
+    pace, said = PaceWatch(), []
+    for seconds in (0.0, 4.0, 4.0, 1.0, 4.0, 4.0, 4.0, 1.0, 1.0, 1.0):
+        for node, own in (("n1", 1.0), ("n2", seconds), ("n3", 1.1)):
+            pace.note(node, own)
+        said.append(pace.look())
+    assert not any(said[:6]) and not said[9]
+    assert said[6] == said[8] == "n2 is slower than the others: 4 s of its own work per batch; the median is 1.1 s"
 
 
 def test_several_are_suspects_and_none_is_named() -> None:

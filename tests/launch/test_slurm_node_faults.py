@@ -16,7 +16,7 @@ from test_slurm import whole
 from test_slurm_faults import ALL, Watched, usual
 
 from ingot.launch.supervisor import judge
-from ingot.launch.supervisor.records import Closed, Excluded, Opened, StopRequested
+from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened, Started, StopRequested
 from ingot.training.runtime.heartbeat import read_beat
 
 __all__ = ["cluster", "freezer", "usual", "whole"]
@@ -74,6 +74,41 @@ def test_a_node_with_a_full_disk_of_its_own_is_replaced(cluster: Cluster, data: 
     run.submit().end()
     assert run.causes == [("machine", "n2"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n1", "n3")]
     assert [record.node for record in run.of(Excluded)] == ["n2"]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_all_nodes_but_the_last_are_bad_and_it_is_found_over_a_requeue_with_fewer_spares(
+    data: Path, tmp_path: Path, count: int
+) -> None:
+    """P4: more nodes are bad than there are spares; of three nodes, no spare is left."""
+    nodes, scratch = Cluster(tmp_path / "cluster", count, 1), tmp_path / "scratch"
+    scratch.mkdir()
+    try:
+        nodes.start()
+        for number in range(1, count):
+            nodes.on(f"n{number}", "mount", "-t", "tmpfs", "-o", "size=1m", "none", str(scratch))
+        run = Watched(nodes, data, tmp_path / "run", "max_duration=2ba", "-N", "1", "--spares", "1")
+        run.env["TMPDIR"] = str(scratch)
+        run.submit().end()
+    finally:
+        nodes.stop()
+    names = [f"n{number}" for number in range(1, count + 1)]
+    assert run.causes == [*(("machine", name) for name in names[:-1]), ("finished", "")], run.output()
+    assert run.nodes == [(name,) for name in names]
+    assert [record.node for record in run.of(Excluded)] == names[:-1]
+    expected = ["swap", "requeue", "finish"] if count == 3 else ["swap", "requeue", "swap", "finish"]
+    assert [record.action for record in run.of(Judged)] == expected
+    assert run.of(Started)[-1].nodes == tuple(names[2:])
+
+
+def test_a_slow_node_is_named_and_left_alone(cluster: Cluster, data: Path, whole: Path, tmp_path: Path) -> None:
+    """W1."""
+    run = Watched(cluster, data, tmp_path / "run", kind="slow", node="n2", batch=1, attempts="all", seconds=2.5)
+    run.submit()
+    run.wait(lambda: "n2 is slower than the others" in run.ingot("status", str(run.folder)), 120)
+    run.end()
+    assert run.causes == [("finished", "")] and not run.of(Excluded) and judge.strikes(run.records) == {}
+    assert_as_if_nothing_happened(run.folder, whole)
 
 
 def test_a_rank_that_waits_in_the_kernel_holds_up_nobody_and_its_node_is_replaced(

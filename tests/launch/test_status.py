@@ -318,6 +318,18 @@ def test_an_object_of_kubernetes_has_started_as_often_as_its_pods() -> None:
     assert "job 7: RUNNING" in status.lines()
 
 
+def test_a_slow_node_is_a_warning_while_the_run_goes_on(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start()
+    job.open()
+    phase(job, "running", "n2 is slower than the others: 4 s of its own work per batch; the median is 1 s")
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|RUNNING|{run}/launch/job.sh|N/A|None")
+    status = read_status(run)
+    assert status.state == "running" and any("n2 is slower than the others" in line for line in status.warnings)
+
+
 def test_a_damaged_state_file_is_a_warning_and_the_rest_is_shown(run: Path) -> None:
     (run / "launch" / "state.jsonl").write_text("{}\n")
     status = read_status(run)

@@ -17,8 +17,7 @@ from ingot.launch import messages
 from ingot.launch.messages import RankProgress, RanksEnded, RunRanks, Signalled
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor import judge
-from ingot.launch.supervisor.attempt import Times
-from ingot.launch.supervisor.cluster import LostNode
+from ingot.launch.supervisor.cluster import LostNode, Times
 from ingot.launch.supervisor.records import Closed, Excluded, Judged, Launched, Opened, Started, StopRequested
 from ingot.launch.supervisor.state_file import StateFile, now, read_state
 from ingot.launch.supervisor.supervise import Share, Supervisor

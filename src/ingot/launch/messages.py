@@ -226,6 +226,8 @@ class RankProgress(_Message, frozen=True, tag="rank-progress"):
     epoch: int
     phase: Phase
     batch: int
+    own_seconds: float = 0.0
+    """Of the node's slowest rank, per batch: its own work, without waiting for others; 0 if not measured."""
 
 
 class Suspicion(_Message, frozen=True, tag="suspicion"):

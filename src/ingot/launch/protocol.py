@@ -31,7 +31,7 @@ Files of the run folder that the launcher uses (names in `training/runtime/run_f
 
 | file | written by | read by | content |
 |---|---|---|---|
-| STOP | `ingot stop`, or by hand | supervisor, rank 0 | save and stop |
+| STOP | `ingot stop`, or by hand | supervisor; rank 0 before the first step, or without one | save and stop |
 | FINISHED | rank 0; the last job of a preparation | supervisor, status, pods | the run is complete |
 | failures.jsonl | supervisor, pods, `ingot train` | pods, status | a line per start and per failure |
 | logs/ATTEMPT/rank-R.log | ranks | logs | output of rank R |

@@ -134,8 +134,9 @@ class NodeRanks:
 
     def _progress(self, now: float) -> RankProgress:
         self._reported_at, self._phase = now, self._phase_now()
-        batch = max((beat.batch + 1 for beat in self.group.beats().values()), default=0)
-        return RankProgress(self.epoch, self._phase, batch)
+        beats = self.group.beats().values()
+        batch = max((beat.batch + 1 for beat in beats), default=0)
+        return RankProgress(self.epoch, self._phase, batch, max((beat.own_seconds for beat in beats), default=0.0))
 
 
 def prune_logs(logs: Path, keep: int = KEPT_ATTEMPTS) -> None:

@@ -202,7 +202,10 @@ def _describe(run: Path, verb: str, launches: list[LaunchView]) -> tuple[RunStat
         halted, (run / STOP).exists(), (run / METRICS).exists() or bool(LaunchFolder(run).jobs()),
         newest_checkpoint(run), _cancelled_by(jobs), _exit_of(run, jobs),
     )  # fmt: skip
-    return describe(facts), facts, warnings
+    state = describe(facts)
+    if state.state == "running" and facts.phase is not None and facts.phase.detail:
+        warnings.append(facts.phase.detail)
+    return state, facts, warnings
 
 
 def _finished(run: Path) -> str:

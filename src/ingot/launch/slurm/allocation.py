@@ -221,6 +221,23 @@ class SlurmCluster:
         code, said = await self._ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
         if code:
             os.write(1, f"scontrol update ExcNodeList: {said}\n".encode())
+        if self.spec.spares:
+            await self._ask_for_fewer_spares(job, {*self.spec.exclude, *nodes})
+
+    async def _ask_for_fewer_spares(self, job: str, out: set[str]) -> None:
+        """If so many nodes are out that the job would wait in the queue for a spare. (Of a range, Slurm takes the lower
+        end, though more nodes are free.)"""
+        partition = [f"--partition={name}"] if (name := self.env.get("SLURM_JOB_PARTITION")) else []
+        code, said = await self._ask("sinfo", "--noheader", "--Node", *partition, "--format=%N|%T")
+        found = dict(line.strip().split("|", 1) for line in said.splitlines() if "|" in line) if code == 0 else {}
+        left = [node for node, state in found.items() if node not in out and not _is_unusable(state)]
+        count = len(left)
+        if not self.spec.nodes <= count < self.spec.nodes + self.spec.spares:
+            return
+        size = [f"NumNodes={count}", f"NumTasks={count}", f"NumCPUs={count * (self.spec.cpus_per_task or 1)}"]
+        code, said = await self._ask("scontrol", "update", f"JobId={job}", *size)
+        text = f"scontrol update {size[0]}: {said}" if code else f"{count} nodes are left: the job asks for no more"
+        os.write(1, f"{text}\n".encode())
 
     async def comment(self, text: str) -> None:
         words = " ".join(text.split())[:MAX_COMMENT]
@@ -248,3 +265,7 @@ class SlurmCluster:
                 process.kill()
             return 124, f"{command[0]} did not answer within {seconds:g} s"
         return process.returncode or 0, said.decode(errors="replace")
+
+
+def _is_unusable(state: str) -> bool:
+    return state.startswith((*LOST_STATES, *DRAINED_STATES)) or state.endswith("*")

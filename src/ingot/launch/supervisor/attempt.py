@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,8 +35,8 @@ from ingot.launch.messages import (
 )
 from ingot.launch.peer_copies.arrange import CopyArrangement
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.cluster import AgentEnded, Cluster
-from ingot.launch.supervisor.diagnose import diagnose
+from ingot.launch.supervisor.cluster import AgentEnded, Cluster, Times
+from ingot.launch.supervisor.diagnose import PaceWatch, diagnose
 from ingot.launch.supervisor.node_tests import NodeTests, cause_of_problems
 from ingot.launch.supervisor.progress import StopFlag
 from ingot.launch.supervisor.records import Cause, Kind, Opened, Phase
@@ -46,37 +45,6 @@ from ingot.plurals import count_of
 
 T = TypeVar("T")
 ENDED_BY_SIGNAL = re.compile(rf"killed by signal ({signal.SIGTERM:d}|{signal.SIGUSR2:d}|{signal.SIGINT:d})\b")
-
-
-@dataclass(frozen=True)
-class Times:
-    """How long a phase may take, in seconds."""
-
-    hello: float = 60.0
-    """For an agent to start: Python, on a slow disk."""
-    hello_image: float = 300.0
-    """The same where each node unpacks an image first."""
-    hello_grace: float = 2.0
-    """For spares, once all that are needed have reported."""
-    reserve: float = 10.0
-    start: float = 60.0
-    """For an agent to start its ranks' processes."""
-    settle: float = 1.0
-    """After the first sign of a failure: others may fail by themselves at this moment."""
-    collect: float = 5.0
-    teardown: float = 10.0
-    apart: float = 1.0
-    """Between the end of an agent and that of others which is its consequence."""
-    reconnect: float = 5.0
-    """For an agent whose connection broke to come back."""
-    stop: float = 600.0
-    """To save and stop, where no time limit comes first."""
-    poll: float = 2.0
-    """Between looks at the file STOP."""
-    leave: float = 5.0
-    """For agents to end."""
-    disk: float = 30.0
-    """For the shared file system to answer."""
 
 
 class Stopped(Exception):
@@ -109,6 +77,7 @@ class AttemptRun:
         """Nodes whose connection broke, and since when."""
         self.boots: dict[str, str] = {}
         self.phase: Phase | None = None
+        self.pace, self.slow = PaceWatch(), ""
         self.notes: list[str] = []
         self.unfit_spares: dict[str, str] = {}
 
@@ -289,8 +258,11 @@ class AttemptRun:
 
     def _note_progress(self, node: str, report: RankProgress) -> None:
         self.reached_step = self.reached_step or report.batch > 0
-        if node == self.nodes[0] and self.stop.reason is None and report.phase != self.phase:
-            self._enter(report.phase)
+        self.pace.note(node, report.own_seconds)
+        if node == self.nodes[0] and self.stop.reason is None:
+            slow, self.slow = self.slow, self.pace.look()
+            if report.phase != self.phase or self.slow != slow:
+                self._enter(report.phase, self.slow)
 
     def _ended_well(self) -> Cause:
         codes = {code for found in self.codes.values() for code in found.values()}

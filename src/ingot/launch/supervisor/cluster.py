@@ -1,4 +1,5 @@
-"""What a supervisor needs of the cluster that its job runs on. Slurm's is in `slurm/allocation.py`."""
+"""What a supervisor needs of the cluster that its job runs on, and how long it waits for it. Slurm's is in
+`slurm/allocation.py`."""
 
 import asyncio
 import os
@@ -13,6 +14,37 @@ from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import CLUSTER_AGENT, RENDEZVOUS_VARIABLES
 
 END_SECONDS = 10.0  # for an agent that was told to leave
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long a phase may take, in seconds."""
+
+    hello: float = 60.0
+    """For an agent to start: Python, on a slow disk."""
+    hello_image: float = 300.0
+    """The same where each node unpacks an image first."""
+    hello_grace: float = 2.0
+    """For spares, once all that are needed have reported."""
+    reserve: float = 10.0
+    start: float = 60.0
+    """For an agent to start its ranks' processes."""
+    settle: float = 1.0
+    """After the first sign of a failure: others may fail by themselves at this moment."""
+    collect: float = 5.0
+    teardown: float = 10.0
+    apart: float = 1.0
+    """Between the end of an agent and that of others which is its consequence."""
+    reconnect: float = 5.0
+    """For an agent whose connection broke to come back."""
+    stop: float = 600.0
+    """To save and stop, where no time limit comes first."""
+    poll: float = 3.0
+    """Between looks at the file STOP: with the owner's file, 0.83 operations per second on the shared disk."""
+    leave: float = 5.0
+    """For agents to end."""
+    disk: float = 30.0
+    """For the shared file system to answer."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ evidence counts, not the first:
     3. a device error in the kernel's log or a rank's message    that node
     4. a rank failed by itself, with a reason                    that rank; all ranks alike: no node
     5. a rank was killed                                         that rank
-    6. nobody moves: stopped > waits for a device or disk > not in torch > fewest collectives
+    6. nobody moves: stopped > waits for a device or disk > not in torch > fewest collectives > slowest until then
 
 Where that leaves several nodes, they are suspects and none is named: a wrong name costs a healthy node.
 """
@@ -17,7 +17,8 @@ Where that leaves several nodes, they are suspects and none is named: a wrong na
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
 from ingot.launch.agent.failure import LOST_PEER, OTHER_NODE_FAILED, is_device_error
@@ -31,6 +32,8 @@ LOCAL_NETWORK = re.compile(
 """What NCCL says of the node it runs on; other texts of it tell of a peer."""
 SITE = re.compile(r"no space left on device|disk quota exceeded|read-only file system|stale file handle|"
                   r"transport endpoint is not connected", re.IGNORECASE)  # fmt: skip
+SLOWER, SLOWER_SECONDS = 1.5, 0.02  # than the median's own work on a batch, in parts of it and in seconds
+SLOW_REPORTS = 3  # in a row
 KILLED_BY_PEER = -6  # NCCL's watchdog aborts a rank whose peer has gone
 FAILURES: tuple[Kind, ...] = ("numeric", "data", "user", "memory", "program", "machine", "transport", "site", "device")
 
@@ -261,6 +264,41 @@ def _suspects(alive: Sequence[_Found]) -> Iterable[tuple[list[_Found], str, bool
     if len(waits) == 2 and min(waits.values()) == 1 and len(stacks) > 2:
         odd = [found for found in stacks if waits[found.rank.where] == 1]
         yield odd, "it waits in {} and the others elsewhere: it missed a collective", False
+    own = {found.rank.rank: found.rank.own_seconds for found in alive if found.rank.own_seconds > 0}
+    slow = [found for found in alive if len(own) == len(alive) and _is_slow(own, found.rank.rank)]
+    if slow:
+        pace = f"{max(own.values()):.3g} s of its own work per batch, where half of the ranks take less than "
+        yield slow, f"it was the slowest before: {pace}{median(own.values()):.3g} s", False
+
+
+class PaceWatch:
+    """Which node takes longer than the others for its own work, report after report: it slows all of them down."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, float] = {}
+        self._said, self._found, self._times = "", "", 0
+
+    def note(self, node: str, own_seconds: float) -> None:
+        """Seconds per batch that the slowest rank of a node works without waiting for others; 0 if not measured."""
+        if own_seconds > 0:
+            self._own[node] = own_seconds
+
+    def look(self) -> str:
+        """A sentence on that node; empty if there is none. It changes only after some looks that agree."""
+        node = max(self._own, key=self._own.__getitem__, default="")
+        found = node if len(self._own) > 1 and _is_slow(self._own, node) else ""
+        self._times = self._times + 1 if found == self._found else 1
+        self._found = found
+        if self._times == SLOW_REPORTS:
+            usual = median(self._own.values()) if found else 0.0
+            work = f"{self._own.get(found, 0.0):.3g} s of its own work per batch; the median is {usual:.3g} s"
+            self._said = f"{found} is slower than the others: {work}" if found else ""
+        return self._said
+
+
+def _is_slow(own: Mapping[Any, float], of: Any) -> bool:
+    usual = median(own.values())
+    return own[of] > SLOWER * usual and own[of] - usual > SLOWER_SECONDS
 
 
 def _consequences(ranks: Sequence[_Found]) -> Cause | None:

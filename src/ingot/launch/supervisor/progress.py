@@ -50,6 +50,14 @@ def pieces_done(run: Path) -> int:
     return pieces
 
 
+def is_stop_there(run: Path) -> bool:
+    """Whether the file STOP is there; a disk that cannot be asked now is asked again later."""
+    try:
+        return (run / STOP).exists()
+    except OSError:  # a stale handle, say
+        return False
+
+
 def who_asked(run: Path) -> str:
     """Who created the file STOP: `ingot stop` writes down who and when."""
     with suppress(OSError, UnicodeDecodeError):

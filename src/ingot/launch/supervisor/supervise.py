@@ -32,13 +32,13 @@ from ingot.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERR
 from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE, Leave
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.attempt import AttemptRun, Times
-from ingot.launch.supervisor.cluster import Cluster
+from ingot.launch.supervisor.attempt import AttemptRun
+from ingot.launch.supervisor.cluster import Cluster, Times
 from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.failure_log import record as record_failure
 from ingot.launch.supervisor.history import attempts_before, read_history
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
-from ingot.launch.supervisor.progress import StopFlag, progress_of, stop_reason_of, who_asked
+from ingot.launch.supervisor.progress import StopFlag, is_stop_there, progress_of, stop_reason_of, who_asked
 from ingot.launch.supervisor.records import (
     FINAL_KINDS,
     Cause,
@@ -312,7 +312,7 @@ class Supervisor:
                 await self._note_stop()
                 await asyncio.sleep(self.times.poll)
                 continue
-            if await self._on_disk((self.run_folder / STOP).exists, default=False):
+            if await self._on_disk(lambda: is_stop_there(self.run_folder), default=False):
                 self.stop.set("user", await self._on_disk(lambda: who_asked(self.run_folder), default=STOP))
                 continue
             with suppress(TimeoutError):

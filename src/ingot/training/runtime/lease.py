@@ -24,7 +24,7 @@ from ingot.parallel.rank_env import EPOCH
 from ingot.training.runtime.fence import FENCE_SECONDS, end_process, end_when_silent
 from ingot.training.runtime.run_files import OWNER, STOP
 
-BEAT_SECONDS = 5.0
+BEAT_SECONDS = 8.0  # a beat is four operations on the shared file system
 EXPIRY_SECONDS = 60.0
 MARGIN_SECONDS = 2.0  # between the end of a silent owner and the moment when a higher epoch relies on it
 

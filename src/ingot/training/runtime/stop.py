@@ -1,9 +1,11 @@
 """Stop requests: the run saves after the current step and ends, on all ranks after the same step.
 
 SIGTERM, SIGUSR2, SIGHUP (the terminal is lost), one SIGINT (Ctrl-C), a file STOP in the run folder and `max_wall_time`
-request a stop; a second SIGINT, or one during start-up, stops immediately. A request may reach only one rank (only rank
-0 looks for the file: thousands of lookups per second would be a load on a shared file system), so all ranks reduce a
-flag in the background while a step runs and read it afterwards. Nothing on the device waits for it.
+request a stop; a second SIGINT, or one during start-up, stops immediately. A request may reach only one rank, so all
+ranks reduce a flag in the background while a step runs and read it afterwards. Nothing on the device waits for it.
+
+Lookups are a load on a shared file system. Only rank 0 looks for the file, and in a job with a supervisor no rank does
+while steps run: the supervisor looks, and has its agents send USR2.
 """
 
 import os
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from ingot.parallel.executors.base import Executor
+from ingot.parallel.rank_env import EPOCH
 from ingot.training.runtime.hangup import ignores_hangup, leave_terminal
 from ingot.training.runtime.heartbeat import VARIABLE as HEARTBEAT
 from ingot.training.runtime.run_files import STOP
@@ -53,8 +56,9 @@ class StopRequest:
     """Receives stop requests of this rank. Signals are only handled if it is created in the main thread."""
 
     def __init__(self, folder: Path, max_seconds: float | None, rank: int = 0, is_alone: bool = False):
-        self.folder, self.looks = folder, rank == 0
-        """looks: whether this rank looks for the file STOP, once for all."""
+        self.folder, self.is_first = folder, rank == 0
+        self.looks = self.is_first and not os.environ.get(EPOCH)
+        """Whether this rank looks for the file STOP while steps run, once for all."""
         self.doing = ""
         """What must end before the run can stop, such as `step 12`; empty during start-up."""
         self.answers = is_alone and HEARTBEAT not in os.environ
@@ -94,7 +98,7 @@ class StopRequest:
     def before_first_step(self, executor: Executor) -> str:
         """Why not to start at all, the same on every rank: a file STOP created during start-up. Signals and wall time
         count after a step, so that a run that is restarted again and again makes progress."""
-        own = 2 if self.looks and (self.folder / STOP).exists() else 0
+        own = 2 if self.is_first and (self.folder / STOP).exists() else 0
         return REASONS[int(max(flag for (flag,) in executor.all_gather([own])))]
 
     def after_step(self, executor: Executor) -> str:
