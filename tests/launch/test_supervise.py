@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from light_agents import LightAgent, LightCluster, lose_peer
 from specs import spec
+from state_records import StateRecords
 
 from ingot.launch import messages
 from ingot.launch.messages import RankProgress, RanksEnded, RunRanks, Signalled
@@ -32,7 +33,7 @@ def job(tmp_path: Path) -> "Job":
     return Job(tmp_path / "run")
 
 
-class Job:
+class Job(StateRecords):
     """A run of two nodes and a spare, and the starts of its job."""
 
     def __init__(self, run: Path, nodes: int = 2, spares: int = 1, **changes: Any):
