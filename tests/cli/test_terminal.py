@@ -1,6 +1,7 @@
 """What a run shows in a real terminal, and how it answers Ctrl-C, a pipe that closes, and NO_COLOR."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY
 from terminal import COLOR, Terminal
-from warm_process import WarmProcess
+from warm_process import WarmProcess, run_warm
 
 from ingot.checkpoint.manifest import steps_in
 from ingot.launch.monitor.status import read_status
@@ -119,6 +120,15 @@ def test_a_listing_into_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
     command = f"{sys.executable} -m ingot.cli.main config keys | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["name=run", "0"] and done.stderr == ""
+
+
+def test_a_reader_that_left_before_the_last_line_is_not_a_failure(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "ingot.cli.main", "config", "keys", "optimizer"]  # less than a buffer holds
+    done = run_warm(command, cwd=tmp_path, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert done.returncode == 0 and done.stderr == ""
 
 
 @pytest.mark.parametrize("listing", ["recipes list", "checkpoint list RUN"])

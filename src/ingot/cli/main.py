@@ -71,7 +71,9 @@ class IngotCommand(OptionGroup):
     def invoke(self, ctx: Any) -> Any:
         """typer would turn Ctrl-C into an exit code without words, and a closed pipe into a failure."""
         try:
-            return super().invoke(ctx)
+            code = super().invoke(ctx)
+            sys.stdout.flush()  # a reader that has gone shows here at the latest
+            return code
         except KeyboardInterrupt as error:
             raise Interrupted(str(error) or f"interrupted{CONTINUES.get(ctx.invoked_subcommand, '')}") from None
         except BrokenPipeError:
