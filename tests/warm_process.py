@@ -8,6 +8,7 @@ when, how fast, Ctrl-C meanwhile) needs a fresh interpreter, and so does an envi
 """
 
 import atexit
+import contextlib
 import fcntl
 import gc
 import json
@@ -24,6 +25,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 PRELOADED = """ingot.cli.train ingot.training.trainer ingot.cli.eval ingot.cli.generate ingot.cli.export
@@ -78,11 +80,15 @@ class WarmProcess(subprocess.Popen[Any]):
 
 def can_be_warm(words: list[str], env: dict[str, str]) -> bool:
     """Whether a process that is forked from this one's server is what these words start in that environment."""
+    return (
+        words[0] == sys.executable
+        and words[1] in ("-m", "-c")
+        and _read_by_imports(env) == _read_by_imports(os.environ)
+    )
 
-    def read(values: Any) -> dict[str, str]:
-        return {k: v for k, v in values.items() if k.startswith(READ_BY_IMPORTS)}
 
-    return words[0] == sys.executable and words[1] in ("-m", "-c") and read(env) == read(os.environ)
+def _read_by_imports(env: Any) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k.startswith(READ_BY_IMPORTS)}
 
 
 class Server:
@@ -171,26 +177,81 @@ def spawn_warm(function: Callable[..., None], args: tuple[Any, ...], nprocs: int
             rank.wait()
 
 
-def serve(connection: socket.socket) -> dict[str, Any]:
-    """Fork until the other side closes. Only a child returns, with what it is to run."""
-    while True:
+class Forker:
+    """The server's side. `serve` returns in forked children only, with what each is to run."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(_address(os.getpid()))
+        self.listener.listen()
+        self.clients: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a process: it, who waits for it
+
+    def serve(self) -> dict[str, Any]:
+        while True:
+            for ready in select.select([self.connection, self.listener, *self.clients], [], [])[0]:
+                if ready is self.listener:
+                    client, _ = self.listener.accept()
+                    job = self._answer(client)
+                elif ready is self.connection:
+                    job = self._answer(self.connection)
+                else:
+                    pid, client = self.clients.pop(ready)
+                    with client, contextlib.suppress(OSError):  # unless it has gone
+                        client.send(json.dumps(os.waitpid(pid, 0)[1]).encode())
+                    os.close(ready)
+                    continue
+                if job is not None:
+                    return job
+
+    def _answer(self, connection: socket.socket) -> dict[str, Any] | None:
         message, streams, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
         if not message:
-            os._exit(0)
+            if connection is self.connection:
+                os._exit(0)
+            connection.close()
+            return None
         request = json.loads(message)
         if "reap" in request:
             connection.send(json.dumps(os.waitpid(request["reap"], 0)[1]).encode())
-            continue
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            for number, stream in enumerate(streams):
-                os.dup2(stream, number)
-                os.close(stream)
-            return request["start"]
+            return None
+        job = request.get("start") or request["run"]
+        pid = 0
+        if "start" in request or _read_by_imports(job["env"]) == _read_by_imports(os.environ):
+            pid = os.fork()
+            if pid == 0:
+                for mine in (
+                    self.connection,
+                    self.listener,
+                    connection,
+                    *(client for _, client in self.clients.values()),
+                ):
+                    mine.close()
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                    os.close(stream)
+                return dict(job)
         connection.send(json.dumps(pid).encode())
         for stream in streams:
             os.close(stream)
+        if pid and "run" in request:
+            self.clients[os.pidfd_open(pid)] = pid, connection
+        elif "run" in request:
+            connection.close()
+        return None
+
+
+def _address(pid: int) -> str:
+    return f"\0ingot-tests-{pid}"
+
+
+def warm_shell() -> dict[str, str]:
+    """Environment variables with which `ingot` in a shell is a warm process."""
+    path = os.pathsep.join(
+        [str(Path(__file__).parent / "warm_bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+    run_warm([sys.executable, "-c", "pass"])  # once it has answered, it listens
+    return {"PATH": path, "INGOT_TEST_SERVER": _address(server().process.pid)[1:], "INGOT_TEST_PYTHON": sys.executable}
 
 
 def become(job: dict[str, Any]) -> None:
@@ -229,7 +290,7 @@ if __name__ == "__main__":
         __import__(module)
     gc.collect()
     gc.freeze()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    request = Forker(socket.socket(fileno=int(sys.argv[1]))).serve()
     try:
         become(request)
         ended: object = None

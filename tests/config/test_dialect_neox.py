@@ -238,7 +238,7 @@ def test_json_that_neox_does_not_read_is_refused_with_its_line(tmp_path: Path, t
         (["train_impl=dpo"], "only pretraining is done here"),
         (["train_epochs=1"], "train_iters, or else with train_epochs"),
         (["use_bias_in_mlp=false"], "linear layers have biases everywhere or nowhere"),
-        (["lr=0.5"], "contradicts optimizer.params.lr 0.001"),
+        (["lr=0.5"], "lr = 0.5: contradicts optimizer.params.lr 0.001; remove one of them"),
         (["clip_grad=0.5"], "contradicts gradient_clipping 1.0"),
         (["load=elsewhere"], "with finetune"),
         (["data_path=one"], "name the data once"),

@@ -290,6 +290,14 @@ def test_the_summary_tells_lengths_and_the_longest(corpus: Path, tokenizer: Toke
     assert [size for size, _ in split.longest] == sorted(lengths, reverse=True)[:5]
 
 
+def test_a_text_file_that_is_one_document_is_named_without_a_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "in" / f"{name}.txt").write_text(TEXTS[0] * (1 + (name == "b")))
+    split = run(tmp_path / "in", tmp_path / "out", tokenizer).splits["train"]
+    assert [place for _, place in split.longest] == [str(tmp_path / "in" / f"{name}.txt") for name in "ba"]
+
+
 # ---- again, and after a crash ----
 
 

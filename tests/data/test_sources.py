@@ -24,7 +24,7 @@ from ingot.data.prepare.options import PrepareOptions
 from ingot.data.sources import documents, hub, input_files
 from ingot.data.sources import pieces as sources
 from ingot.data.sources.documents import TextBlock
-from ingot.data.sources.input_files import find_files
+from ingot.data.sources.input_files import SourceFile, find_files
 from ingot.data.sources.pieces import plan_pieces, read_piece
 from ingot.errors import DataError
 
@@ -79,6 +79,17 @@ def texts(*inputs: Path | str, **options: object) -> list[str]:
     found = blocks(*inputs, **options)
     assert not [b.bad for b in found if b.bad]
     return [text.decode() for block in found for text in block.texts]
+
+
+def test_small_files_share_a_piece_up_to_its_size(tmp_path: Path) -> None:
+    files = [SourceFile(f"{number}.txt", sources.PIECE_BYTES * 2 // 5, 0, "text", None) for number in range(5)]
+    found = list(plan_pieces(files, False, PrepareOptions()))
+    assert [[file.path for file in piece.files] for piece in found] == [
+        ["0.txt", "1.txt"],
+        ["2.txt", "3.txt"],
+        ["4.txt"],
+    ]
+    assert [piece.size for piece in found] == [2 * files[0].size, 2 * files[0].size, files[0].size]
 
 
 def problems(*inputs: Path | str, **options: object) -> list[tuple[int, str]]:

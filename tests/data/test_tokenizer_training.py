@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from ingot.cli.main import app
 from ingot.data import tokenizer_training
 from ingot.data.document_sample import DocumentSample
+from ingot.data.prepare.own_tokenizer import discard_tokenizer
 from ingot.data.sources import documents, pieces
 from ingot.data.tokenizer import load_tokenizer
 from ingot.data.tokenizer_report import measure_fit
@@ -73,6 +74,20 @@ def test_impossible_vocabularies_are_refused_before_text_is_read(change: dict, m
 
     with pytest.raises(DataError, match=message):
         train_tokenizer(never(), **{"vocab_size": 300, "folder": tmp_path, **change})
+
+
+def test_only_a_tokenizer_of_its_own_that_no_split_uses_is_discarded(tmp_path: Path) -> None:
+    for name in ("unused", "used", "given"):
+        folder = tmp_path / name / "tokenizer"
+        train_tokenizer([HARD] * 9, 300, folder)
+        if name != "given":
+            (folder / "trained.json").write_text('{"signature": "x"}')
+    (tmp_path / "used" / "train").mkdir()
+    (tmp_path / "used" / "train" / "meta.json").write_text("{}")
+    for name in ("unused", "used", "given"):
+        discard_tokenizer(tmp_path / name / "tokenizer")
+    left = {path.parents[1].name for path in tmp_path.glob("*/tokenizer/tokenizer.json")}
+    assert left == {"used", "given"} and not (tmp_path / "unused" / "tokenizer").exists()
 
 
 def test_a_sample_takes_its_limit_from_all_over_the_files(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

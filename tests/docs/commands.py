@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from os import environ
 from pathlib import Path
 
+from warm_process import warm_shell
+
 MARK = re.compile(r"<!-- not run: (.+) -->")
 FENCE = re.compile(r"^( *)(```+)(\w*)\n(.*?)^\1\2$", re.DOTALL | re.MULTILINE)
 HERE = re.compile(r"<<'(\w+)'$")
@@ -72,7 +74,7 @@ def blocks(page: Path) -> list[Block]:
 def run(command: str, folder: Path, python: bool = False, timeout: int = 300) -> str:
     """Run a command as a reader would type it, with `ingot` on the path; all that it prints."""
     words = [sys.executable, "-c", command] if python else ["bash", "-euc", command]
-    env = {**environ, "PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "COLUMNS": "120"}
+    env = {**environ, **warm_shell(), "COLUMNS": "120"}
     done = subprocess.run(
         words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout
     )

@@ -6,12 +6,12 @@ import pydoc_data.topics
 import re
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
 
 import pytest
 from commands import blocks
+from warm_process import warm_shell
 
 PAGE = Path(__file__).parents[2] / "docs" / "get-started" / "own-text.md"
 COLUMNS = 80
@@ -22,7 +22,7 @@ def type_command(command: str, folder: Path) -> str:
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     env = {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES", "NO_COLOR")} | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TERM": "xterm-256color",
+        **warm_shell(), "TERM": "xterm-256color",
     }  # fmt: skip
     process = subprocess.Popen(
         ["bash", "-euc", command],

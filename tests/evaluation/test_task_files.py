@@ -121,6 +121,13 @@ def test_a_missing_file_an_unknown_name_and_a_hub_dataset_are_refused(tmp_path: 
         read_records(TaskConfig(label="t", dataset_uri="hf://a/b", icl_task_type="schema", num_fewshot=(0,)))
 
 
+def test_an_answer_without_tokens_names_its_line(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["the iron is hot"], 300, tmp_path / "tokenizer")  # a space is not part of its tokens
+    empty = write(tmp_path / "t.jsonl", LM, LM | {"continuation": ""})
+    with pytest.raises(DataError, match=r"t\.jsonl:2: the answer '' has no tokens in this tokenizer"):
+        prepare_tasks([task(empty)], tokenizer, 50, None)
+
+
 def test_an_answer_longer_than_a_row_and_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["the iron is hot"], 300, tmp_path / "tokenizer")
     long = write(tmp_path / "t.jsonl", {"context": "a", "continuation": "b c d e f g h"})

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import TINY, Ingot
+from warm_process import WarmProcess
 
 from ingot.errors import ConfigError
 from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import World
 
 
-def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+def start(*arguments: str, **env: str) -> WarmProcess:
     command = [sys.executable, "-m", "ingot.cli.main", "train", *arguments]
-    return subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return WarmProcess(command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def rank(number: int, world: int, port: int) -> dict[str, str]:
