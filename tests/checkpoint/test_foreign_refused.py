@@ -12,7 +12,7 @@ import torch
 from foreign_files import model_of, mpt_config, neox_config, write_composer, write_megatron, write_neox
 
 from ingot.errors import CheckpointError, IngotError
-from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint
+from ingot.migrate.checkpoints.import_checkpoint import import_checkpoint, recognize
 from ingot.migrate.checkpoints.pt_reader import unpack
 
 pytestmark = pytest.mark.usefixtures("warm_readers")
@@ -135,6 +135,14 @@ def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "tensor.pt", tmp_path / "out", "not a full-state file")
     (tmp_path / "weights.bin").touch()
     refused(tmp_path / "weights.bin", tmp_path / "out", "not a .pt file")
+
+
+def test_of_several_states_the_latest_is_imported(tmp_path: Path) -> None:
+    for name in ("ep0-ba900-rank0.pt", "ep0-ba1000-rank0.pt", "ep1-ba950-rank1.pt"):
+        (tmp_path / name).touch()
+    assert recognize(tmp_path) == ("foundry", tmp_path / "ep0-ba1000-rank0.pt")
+    (tmp_path / "latest-rank0.pt").touch()
+    assert recognize(tmp_path) == ("foundry", tmp_path / "latest-rank0.pt")
 
 
 def test_a_composer_file_needs_its_config(tmp_path: Path) -> None:

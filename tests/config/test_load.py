@@ -13,6 +13,7 @@ from ingot.config.run import RunConfig
 from ingot.config.training import LoggersConfig
 from ingot.errors import ConfigError
 from ingot.migrate import load_run_config
+from ingot.migrate.trackers import native_override_of
 
 BASE = """\
 max_seq_len: 128
@@ -35,6 +36,12 @@ def error_of(*arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_run_config(arguments)
     return str(caught.value)
+
+
+def test_trackers_of_llm_foundry_are_overrides_of_a_native_recipe_too() -> None:
+    assert native_override_of("loggers.wandb.project", "p") == ["loggers.wandb.project=p"]
+    assert native_override_of("loggers.tensorboard.log_dir", "x") is None
+    assert native_override_of("wandb.project", "p") is None
 
 
 def test_files_merge_in_order_and_overrides_come_last(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_samples_come_back_as_text(format: str, made: Path) -> None:
     (first, second) = decoded_samples(str(made / format), "train", None, 32, 2)
     assert (TEXT * 100).startswith(first)
     assert second in TEXT * 100
+    assert (TEXT * 100).startswith(first + second)  # nothing between them is left out
 
 
 @pytest.mark.parametrize("format", ["mds", "indexed"])

@@ -58,6 +58,20 @@ def test_special_tokens_get_the_first_ids_and_the_first_one_ends_documents(tmp_p
     assert (tokenizer.vocab["<eod>"], tokenizer.vocab["<pad>"], tokenizer.eos_id) == (0, 1, 0)
 
 
+def test_only_a_tokenizer_of_its_own_that_no_split_uses_is_discarded(tmp_path: Path) -> None:
+    for name in ("unused", "used", "given"):
+        folder = tmp_path / name / "tokenizer"
+        train_tokenizer([HARD] * 9, 300, folder)
+        if name != "given":
+            (folder / "trained.json").write_text('{"signature": "x"}')
+    (tmp_path / "used" / "train").mkdir()
+    (tmp_path / "used" / "train" / "meta.json").write_text("{}")
+    for name in ("unused", "used", "given"):
+        discard_tokenizer(tmp_path / name / "tokenizer")
+    left = {path.parents[1].name for path in tmp_path.glob("*/tokenizer/tokenizer.json")}
+    assert left == {"used", "given"} and not (tmp_path / "unused" / "tokenizer").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -74,20 +88,6 @@ def test_impossible_vocabularies_are_refused_before_text_is_read(change: dict, m
 
     with pytest.raises(DataError, match=message):
         train_tokenizer(never(), **{"vocab_size": 300, "folder": tmp_path, **change})
-
-
-def test_only_a_tokenizer_of_its_own_that_no_split_uses_is_discarded(tmp_path: Path) -> None:
-    for name in ("unused", "used", "given"):
-        folder = tmp_path / name / "tokenizer"
-        train_tokenizer([HARD] * 9, 300, folder)
-        if name != "given":
-            (folder / "trained.json").write_text('{"signature": "x"}')
-    (tmp_path / "used" / "train").mkdir()
-    (tmp_path / "used" / "train" / "meta.json").write_text("{}")
-    for name in ("unused", "used", "given"):
-        discard_tokenizer(tmp_path / name / "tokenizer")
-    left = {path.parents[1].name for path in tmp_path.glob("*/tokenizer/tokenizer.json")}
-    assert left == {"used", "given"} and not (tmp_path / "unused" / "tokenizer").exists()
 
 
 def test_a_sample_takes_its_limit_from_all_over_the_files(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from ingot.checkpoint.hf.folder import export_hf
 from ingot.config.evaluation import TaskConfig
 from ingot.data.tokenizer import Tokenizer
 from ingot.evaluation.tasks.answering import generate_answers
-from ingot.evaluation.tasks.metrics import calibration_error
+from ingot.evaluation.tasks.metrics import LM_ACCURACY, PREFIX, calibration_error, metrics_of, select_metrics
 from ingot.evaluation.tasks.prompts import build_questions, draw_examples
 from ingot.evaluation.tasks.records import read_records
 from ingot.evaluation.tasks.run import TaskScore, prepare_tasks, score_task
@@ -43,6 +43,13 @@ def log_probs_one_by_one(logits_of: Any, context: tuple[int, ...], continuation:
     logits = logits_of(torch.tensor([[*context, *continuation]]))[0].float()
     found = F.log_softmax(logits.detach(), -1)[len(context) - 1 : -1]
     return [float(row[token]) for row, token in zip(found, continuation, strict=True)]
+
+
+def test_metrics_are_asked_for_by_a_part_of_their_names_in_any_case() -> None:
+    values = {"label": "t", "dataset_uri": "t.jsonl", "icl_task_type": "language_modeling", "num_fewshot": (0,)}
+    names = metrics_of("language_modeling")
+    found = select_metrics(TaskConfig.model_validate(values | {"metric_names": ["lmaccuracy"]}), names)
+    assert [name for name in found if name.startswith(PREFIX)] == [LM_ACCURACY]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

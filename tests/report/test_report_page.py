@@ -178,7 +178,8 @@ def test_several_runs_are_in_one_page(ingot_here: Ingot, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "recipe"),
     [(["mpt-125m", "name=mine", "optimizer.lr=0.5"], "the recipe mpt-125m"), (["pythia-70m"], "the recipe pythia-70m"),
-     (["mpt-125m", "name=mine", "model.n_layers=3", "optimizer.lr=0.5"], "the defaults")],
+     (["mpt-125m", "name=mine", "model.n_layers=3", "optimizer.lr=0.5"], "the defaults"),
+     (["mpt-125m", "model.n_layers=3", "optimizer.lr=0.5"], "the recipe mpt-125m")],
 )  # fmt: skip
 def test_a_config_is_compared_with_its_recipe_under_any_name(tmp_path: Path, arguments: list[str], recipe: str) -> None:
     config = to_yaml(load_config(RunConfig, arguments))
