@@ -1,6 +1,7 @@
 """The job script, and what keeps a job from standing still when its first node dies."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -191,12 +192,36 @@ def test_exclusions_reach_the_rest_of_a_chain(
     assert not others or (asyncio.run(SlurmCluster(launched, env).hand_over([])) and calls.read_text() == expected)
 
 
+LAST_OF_ARRAY = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_ARRAY_JOB_ID": "7",
+    "SLURM_ARRAY_TASK_ID": "1",
+    "SLURM_ARRAY_TASK_MAX": "1",
+}
+
+
+def test_the_last_element_of_an_array_does_not_speak_for_all_of_them(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job id is that of the array: `scontrol requeue 7` starts elements again that have ended."""
+    calls = put_on_path(monkeypatch, tmp_path / "bin", "scontrol")
+    cluster = SlurmCluster(launched, {**os.environ, **LAST_OF_ARRAY})
+    handler = signal.getsignal(signal.SIGTERM)
+    assert asyncio.run(cluster.requeue(["n1"]))
+    signal.signal(signal.SIGTERM, handler)
+    asyncio.run(cluster.comment("ingot: finish"))
+    assert [json.loads(line)[1] for line in calls.read_text().splitlines()] == ["7_1", "JobId=7_1", "JobId=7_1"]
+    assert cluster.job == "7"
+
+
 def test_what_a_killed_supervisor_has_started_is_ended_and_the_script_is_not(
     launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = put_on_path(monkeypatch, tmp_path / "bin", "scancel")
+    asked = tmp_path / "bin" / "squeue.calls"
     steps = "7_1.0\\n7_1.12\\n7_1.batch\\n7_1.extern\\n"
     put_on_path(monkeypatch, tmp_path / "bin", "squeue",
                 f"import os; print('7_1.batch' if os.path.exists({str(killed)!r}) else '{steps}')")  # fmt: skip
-    asyncio.run(SlurmCluster(launched, {**os.environ, "SLURM_JOB_ID": "8"}).end_earlier_steps())
+    asyncio.run(SlurmCluster(launched, {**os.environ, **LAST_OF_ARRAY}).end_earlier_steps())
+    assert '"--jobs=7_1"' in asked.read_text()
     assert killed.read_text() == '["--signal=KILL", "7_1.0", "7_1.12"]\n'

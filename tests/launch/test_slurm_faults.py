@@ -175,6 +175,21 @@ class TestFaults:
         assert_as_if_nothing_happened(run.folder, whole)
 
     @slow
+    def test_the_last_job_of_a_chain_queues_itself_and_no_other(
+        self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        """Its id is that of the chain, of which Slurm still knows the jobs that have ended."""
+        run = Watched(cluster, data, tmp_path / "run", "--chain", "2", **ALL).submit()
+        for element, batch in ((1, 6), (2, 12)):
+            run.wait_for_batch(batch)
+            cluster.ask("scancel", "--batch", "--signal=USR2", f"{run.job}_{element}")
+        run.wait(lambda: (run.folder / "FINISHED").exists())
+        run.wait_for_end()
+        (first, _), *others = [(started.job, started.restart) for started in run.of(Started)]
+        assert first != run.job and others == [(run.job, 0), (run.job, 1)] and "nothing to do" not in run.log()
+        assert_as_if_nothing_happened(run.folder, whole)
+
+    @slow
     def test_the_next_job_of_a_chain_starts_on_other_nodes(
         self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
     ) -> None:

@@ -44,6 +44,9 @@ class SlurmCluster:
         """keeps_output: what agents print goes to files of the launch folder; otherwise this process prints it"""
         self.spec, self.env, self.keeps_output = spec, dict(env), keeps_output
         self.job = env["SLURM_JOB_ID"]
+        array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+        self.element = f"{array}_{task}" if array and task else self.job
+        """What to call it when talking to Slurm: the last element of an array has the number of the whole array."""
         self.restart = int(env.get("SLURM_RESTART_COUNT", "0"))
         self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
         self.ended: asyncio.Queue[AgentEnded] = asyncio.Queue()
@@ -108,7 +111,7 @@ class SlurmCluster:
         if not self.spec.spares or not elsewhere or running:  # without spares, Slurm itself requeues the job
             return
         command = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={elsewhere[-1]}", "--overlap", "--no-kill",
-                   "--wait=0", "--cpu-bind=none", sys.executable, "-m", DEPUTY, self.job, address]  # fmt: skip
+                   "--wait=0", "--cpu-bind=none", sys.executable, "-m", DEPUTY, self.element, address]  # fmt: skip
         with contextlib.suppress(OSError):
             self._deputy = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
@@ -156,7 +159,7 @@ class SlurmCluster:
     async def end_earlier_steps(self) -> None:
         end = asyncio.get_running_loop().time() + STEPS_END_SECONDS
         while asyncio.get_running_loop().time() < end:
-            _, said = await self._ask("squeue", "--steps", "--noheader", f"--jobs={self.job}", "--format=%i")
+            _, said = await self._ask("squeue", "--steps", "--noheader", f"--jobs={self.element}", "--format=%i")
             steps = re.findall(r"^\s*(\S+\.\d+)\s*$", said, re.MULTILINE)  # neither the script nor `extern`
             if not steps:
                 return
@@ -198,11 +201,11 @@ class SlurmCluster:
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Slurm ends this process as soon as the job is in the queue again, with a signal that is not for the run."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        code, said = await self._ask("scontrol", "requeue", self.job)
+        code, said = await self._ask("scontrol", "requeue", self.element)
         if code:
             os.write(1, f"scontrol requeue: {said}\n".encode())
             return False
-        await self._exclude(self.job, exclude)
+        await self._exclude(self.element, exclude)
         return True
 
     async def hand_over(self, exclude: Sequence[str]) -> bool:
@@ -241,7 +244,7 @@ class SlurmCluster:
 
     async def comment(self, text: str) -> None:
         words = " ".join(text.split())[:MAX_COMMENT]
-        await self._ask("scontrol", "update", f"JobId={self.job}", f"Comment={words}")
+        await self._ask("scontrol", "update", f"JobId={self.element}", f"Comment={words}")
 
     async def _host_names(self, names: str) -> list[str]:
         if "[" not in names:
