@@ -132,7 +132,9 @@ class ChaosRun:
                     self.late = True
                     break
                 records = self.records
-                for fault in [f for f in waiting if not ended and self.is_reached(f, records)]:
+                for fault in list(waiting):
+                    if ended or not self.is_reached(fault, records):
+                        continue
                     waiting.remove(fault)
                     self.fired.append(fault)
                     if fault.kind == "node" and fault.node == host_of_attempt(records):
