@@ -93,9 +93,9 @@ def _path() -> str:
 class Cluster:
     """Nodes n1 to nN, in the partition `main`."""
 
-    def __init__(self, folder: Path, nodes: int, number: int = 0):
-        """number: tells clusters of one process apart."""
-        self.folder, self.nodes = folder, nodes
+    def __init__(self, folder: Path, nodes: int, number: int = 0, more: str = ""):
+        """number: tells clusters of one process apart; more: lines of slurm.conf."""
+        self.folder, self.nodes, self.more = folder, nodes, more
         self.key = os.getpid() + 7919 * number
         self.number = self.key % 200 + 20
         self.bridge, self.net = f"ig{self.key % 100000}", f"198.18.{self.number}"
@@ -130,7 +130,7 @@ class Cluster:
         for i in range(1, self.nodes + 1):
             conf += f"NodeName=n{i} NodeHostname=n{i} NodeAddr={self.net}.{10 + i} Port={port + i}\n"
         conf += f"PartitionName=main Nodes=n[1-{self.nodes}] Default=YES MaxTime=INFINITE State=UP\n"
-        (folder / "slurm.conf").write_text(conf)
+        (folder / "slurm.conf").write_text(conf + self.more)
         self._run("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.sock",
                   f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed", f"--log-file={folder}/munge.log")  # fmt: skip
         wait_until(lambda: (folder / "munge.sock").exists(), "munge")
@@ -138,7 +138,7 @@ class Cluster:
         for i in range(1, self.nodes + 1):
             self.start_node(f"n{i}")
         idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
-        wait_until(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
+        wait_until(lambda: len(set(self.ask(*idle).split())) == self.nodes, "idle nodes")
 
     def start_controller(self) -> None:
         self._run("slurmctld", "-D")
@@ -190,7 +190,7 @@ class Cluster:
             self.start_node(f"n{i}")
             self.ask("scontrol", "update", f"NodeName=n{i}", "State=RESUME")
         idle = ["sinfo", "-h", "-N", "-t", "idle", "-o", "%N"]
-        wait_until(lambda: len(self.ask(*idle).split()) == self.nodes, "idle nodes")
+        wait_until(lambda: len(set(self.ask(*idle).split())) == self.nodes, "idle nodes")
 
     def stop(self) -> None:
         for name in list(self.processes):

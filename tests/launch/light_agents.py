@@ -56,6 +56,8 @@ class Behavior:
     """What a node does. `fault` is called when its ranks start, and may do anything to the agent."""
 
     checks: dict[str, str] = field(default_factory=dict)
+    on_check: "Callable[[LightAgent], dict[str, str]] | None" = None
+    """In place of `checks`."""
     common: dict[str, str] = field(default_factory=lambda: {"version": "1"})
     clock: float = 0.0
     cannot_reduce: bool = False
@@ -126,7 +128,8 @@ class LightAgent:
 
     def answer(self, body: Any) -> Any:
         if isinstance(body, CheckNode):
-            return NodeChecked(self.behavior.checks, self.behavior.common, time.time() + self.behavior.clock)
+            checks = self.behavior.on_check(self) if self.behavior.on_check is not None else self.behavior.checks
+            return NodeChecked(checks, self.behavior.common, time.time() + self.behavior.clock)
         if isinstance(body, StartProbe):
             return ProbeReady(4000, (1.0,))
         if isinstance(body, AllReduce):
@@ -216,7 +219,7 @@ class LightCluster:
         self.requeued: list[list[str]] = []
         self.handed_over: list[list[str]] = []
         self.comments: list[str] = []
-        self.answers = True
+        self.answers, self.preempted = True, False
         self.successor = False
 
     def of(self, node: str) -> Behavior:
@@ -262,6 +265,9 @@ class LightCluster:
 
     async def is_answering(self) -> bool:
         return self.answers
+
+    async def is_preempted(self) -> bool:
+        return self.preempted
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         self.requeued.append(list(exclude))

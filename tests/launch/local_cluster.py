@@ -78,6 +78,9 @@ class LocalCluster:
     async def is_answering(self) -> bool:
         return True
 
+    async def is_preempted(self) -> bool:
+        return False
+
     async def requeue(self, exclude: Sequence[str]) -> bool:
         self.requeued.append(list(exclude))
         return True

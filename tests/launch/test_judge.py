@@ -186,6 +186,21 @@ def test_a_stop_ends_the_launch_unless_the_cluster_brings_the_job_back(reason: s
     assert job.start() == comes_back
 
 
+def test_a_preemption_costs_a_start_and_nothing_else_as_long_as_there_is_progress() -> None:
+    job = started()
+    for _ in range(2 * judging.MAX_STARTS):
+        job.open()
+        job.add(StopRequested(time=job.now(), reason="preempt"))
+        assert job.close(Cause("stopped", "saved"), steps=1) == "requeue" and job.start()
+    for _ in range(2 * judging.MAX_STARTS):
+        job.open()
+        job.add(StopRequested(time=job.now(), reason="preempt"))
+        job.close(Cause("stopped", "stopped before the first step"))
+        if not job.start():
+            break
+    assert job.ended == "halt", "it is bounded"
+
+
 def test_being_stopped_without_a_request_is_a_failure() -> None:
     """I4."""
     assert started().fail(Cause("stopped", "exit code 75")) == ["restart"]

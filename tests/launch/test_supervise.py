@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -439,7 +440,47 @@ def test_exit_code_75_without_a_reason_is_a_failure(job: Job) -> None:
     assert job.actions == ["restart", "finish"] and not job.of(StopRequested)
 
 
-def test_a_signal_to_an_agent_is_a_preemption(job: Job) -> None:
+@pytest.mark.parametrize("moment", ["preflight", "running"])
+def test_a_preempted_job_goes_back_into_the_queue_whenever_the_signal_comes(job: Job, moment: str) -> None:
+    """The signal goes to the agents, and ends what measures the nodes, too."""
+    job.cluster.preempted = True
+
+    def preempt(agent: LightAgent, body: Any) -> Any:
+        agent.say(Signalled(15))
+        return asyncio.sleep(60)
+
+    if moment == "running":
+        job.cluster.everywhere(preempt)
+    else:
+        job.cluster.of("n2").on_check = lambda agent: (agent.say(Signalled(15)), {"torch": "exit code -15"})[1]
+    assert job.launch().start() == 0
+    assert job.actions == ["requeue"] and job.cluster.requeued == [[]]
+    assert [record.reason for record in job.of(StopRequested)] == ["preempt"] and not job.of(Excluded)
+    job.cluster.behaviors.clear()
+    assert job.again() == 0 and job.causes[-1] == ("finished", "")
+
+
+def test_a_disk_that_hangs_holds_up_no_decision(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2f: records wait in memory, in order, and are written when the disk answers again."""
+    hangs, plain = threading.Event(), StateFile._write
+
+    def write(self: StateFile, data: bytes) -> None:
+        hangs.wait(20)
+        plain(self, data)
+
+    def hang(agent: LightAgent, body: RunRanks) -> Any:
+        if body.epoch == 1:
+            monkeypatch.setattr(StateFile, "_write", write)
+            threading.Timer(6.0, hangs.set).start()
+            return agent.fail("boom")
+        return None
+
+    job.cluster.of("n2").fault = hang
+    assert job.launch().start() == 0 and job.causes == [("program", "n2"), ("finished", "")]
+    assert job.actions == ["restart", "finish"] and job.seconds < 20
+
+
+def test_a_signal_to_an_agent_stops_the_job(job: Job) -> None:
     def preempt(agent: LightAgent, body: RunRanks) -> Any:
         agent.say(Signalled(15))
         return asyncio.sleep(60)

@@ -42,6 +42,9 @@ class PodCluster(ThisMachine):
                 reminder = time.monotonic() + REMINDER_SECONDS
             await asyncio.sleep(POLL_SECONDS)
 
+    async def is_preempted(self) -> bool:
+        return False
+
     async def requeue(self, exclude: Sequence[str]) -> bool:
         return True  # by the exit code
 

@@ -109,7 +109,11 @@ def _training(facts: Facts) -> RunState:
             if stop
             else "STOP is there"
         )
-        then = "the job is queued again" if stop is not None and stop.reason == "time-limit" else "the run stops"
+        then = (
+            "the job is queued again"
+            if stop is not None and stop.reason in ("time-limit", "preempt")
+            else "the run stops"
+        )
         return RunState("stopping", stop.time if stop else "", f"it saves after this step, then {then}: {why}")
     since = phase.time if phase is not None else facts.history.open.time if facts.history.open is not None else ""
     if phase is not None and phase.phase in ("evaluating", "saving"):

@@ -198,6 +198,10 @@ class SlurmCluster:
         code, said = await self._ask("scontrol", "ping")
         return code == 0 and " UP" in said
 
+    async def is_preempted(self) -> bool:
+        _, said = await self._ask("scontrol", "show", "job", self.job)
+        return re.search(r"\bPreemptTime=\d", said) is not None
+
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Slurm ends this process as soon as the job is in the queue again, with a signal that is not for the run."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

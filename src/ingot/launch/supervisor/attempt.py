@@ -29,7 +29,6 @@ from ingot.launch.messages import (
     RanksKilled,
     ReservePort,
     RunRanks,
-    Signalled,
     StopRanks,
     Suspicion,
 )
@@ -164,6 +163,8 @@ class AttemptRun:
         tests = NodeTests(self.server, self.spec, self.nodes, [n for n in spares if n in self.server.links])
         result = await self._unless_stopped(tests.run())
         self.notes, self.unfit_spares = result.notes, tests.unfit_spares
+        if self.stop.event.is_set():  # the signal that asked for it has ended the processes that measure
+            raise Stopped
         if tests.lost:
             return diagnose(self.nodes, {}, tests.lost, await self._cut_off(tests.lost))
         return cause_of_problems(result, self.nodes) if result.problems else None
@@ -240,9 +241,6 @@ class AttemptRun:
             return None  # a spare; `hello` looks at it when it is needed
         if report is None:
             self.absent.setdefault(node, time.monotonic())
-            return None
-        if isinstance(report, Signalled):
-            self.stop.set("signal", f"signal {report.signal} to the agent of {node}")
             return None
         if report.epoch != self.opened.epoch:
             return None

@@ -102,6 +102,9 @@ class Cluster(Protocol):
     async def is_answering(self) -> bool:
         """Whether the cluster's controller answers."""
 
+    async def is_preempted(self) -> bool:
+        """Whether the cluster takes the nodes away for another job: a signal to stop then means to come back later."""
+
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Queue the job again, on other nodes; returns whether the cluster has agreed."""
 
@@ -169,6 +172,9 @@ class ThisMachine:
 
     async def is_answering(self) -> bool:
         return True
+
+    async def is_preempted(self) -> bool:
+        return False
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         return False

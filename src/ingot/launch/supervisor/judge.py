@@ -6,6 +6,7 @@
     a node's fault        SWAP it for a spare, or REQUEUE without it; spares + 2 per day
     the site's            WAIT, longer each time, up to an hour in all; then HALTED
     undecided             the same nodes once, then SWAP all suspects if spares suffice, then HALTED
+    preempted             REQUEUE
     time limit            REQUEUE if there is a new checkpoint, else HALTED: the limit is too short
 
 Whatever the cause, at most 3 attempts with the same kind of cause on the same nodes, and 20 in all, end between two new
@@ -170,9 +171,11 @@ class _Judgment:
     def stopped(self) -> Verdict:
         stop = self.history.stop
         assert stop is not None
-        if stop.reason == "time-limit":
+        if stop.reason in ("time-limit", "preempt"):
             if exhausted := _exhausted(self.history.since_checkpoint()):
                 return self.halt(exhausted)
+            if stop.reason == "preempt":
+                return Verdict(self.judged("requeue", "the job was preempted"))
             if self._differs():
                 return Verdict(self.judged("requeue", "the time limit of the job was reached"))
             when = f"the time limit came before the first new checkpoint{_detail(stop.detail)}"

@@ -28,7 +28,7 @@ Kind = Literal[
 ]
 FINAL_KINDS = ("user", "data", "numeric")
 """Kinds that fail again wherever they run."""
-StopReason = Literal["user", "time-limit", "signal", "wall-time"]
+StopReason = Literal["user", "time-limit", "preempt", "signal", "wall-time"]
 Phase = Literal[
     "staging", "hello", "preflight", "starting", "running", "evaluating", "saving", "stopping", "collecting", "waiting"
 ]

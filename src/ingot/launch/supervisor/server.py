@@ -10,7 +10,7 @@ import hmac
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from ingot.launch.messages import (
     Hello,
     Refused,
     Request,
+    Signalled,
     Welcome,
     agent_proof,
     encode,
@@ -78,7 +79,7 @@ class AgentLink:
             finally:
                 self._waiting.pop(number, None)
 
-    async def read(self, events: "asyncio.Queue[AgentEvent]") -> None:
+    async def read(self, events: "asyncio.Queue[AgentEvent]", on_signal: Callable[[str, int], None]) -> None:
         """Until the connection ends: answers go to those who wait for them, reports to the queue."""
         try:
             while line := await self._reader.readline():
@@ -87,6 +88,8 @@ class AgentLink:
                     future = self._waiting.get(message.number)
                     if future is not None and not future.done():
                         future.set_result(message.body)
+                elif isinstance(message, Signalled):
+                    on_signal(self.node, message.signal)
                 elif not isinstance(message, Hello):
                     events.put_nowait(AgentEvent(self.node, message))
         except (OSError, ValueError, msgspec.DecodeError, asyncio.IncompleteReadError):
@@ -114,6 +117,8 @@ class AgentServer:
         self.events: asyncio.Queue[AgentEvent] = asyncio.Queue()
         self.arrived = asyncio.Condition()
         self.refused: list[str] = []
+        self.on_signal: Callable[[str, int], None] = lambda node, number: None
+        """Called at once, whatever the phase, when somebody has sent an agent a signal to stop."""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -165,7 +170,7 @@ class AgentServer:
                 return
             link = AgentLink(hello, reader, writer)
             await self._add(link)
-            await link.read(self.events)
+            await link.read(self.events, self.on_signal)
             if self.links.get(link.node) is link:  # otherwise a newer connection has taken its place
                 del self.links[link.node]
                 self.dropped[link.node] = time.monotonic()

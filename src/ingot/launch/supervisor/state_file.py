@@ -6,13 +6,15 @@ reserve of 1 MiB is released, so that what matters most, why the run ended, can 
 stays in memory and is tried again with the next record.
 """
 
+import asyncio
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,8 +23,10 @@ from ingot.launch.supervisor.records import Launched, Record
 
 STATE, RESERVE, EPOCHS = "state.jsonl", "reserve", "epochs"
 RESERVE_BYTES = 1 << 20
+STUCK_SECONDS = 1.0  # for a disk that did not answer when it was last asked
 MAX_BYTES = 64 << 20  # a launch writes some kilobytes
 
+T = TypeVar("T")
 _decoder = msgspec.json.Decoder(Record)
 
 
@@ -91,24 +95,29 @@ class StateFile:
     def append(self, record: Any) -> bool:
         """Add a record; returns whether it, and all before it, are on disk. Raises `Superseded` if somebody else has
         written since."""
+        self.add(record)
+        return self.flush()
+
+    def add(self, record: Any) -> None:
+        """Add a record in memory, which no disk can hold up."""
         self.records.append(record)
         self._unwritten.append(msgspec.json.encode(record) + b"\n")
-        return self.flush()
 
     def flush(self) -> bool:
         """Write what could not be written before; returns whether all is on disk."""
-        if not self._unwritten:
+        lines = self._unwritten[:]  # another thread may add some meanwhile
+        if not lines:
             return True
         try:
-            self._write(b"".join(self._unwritten))
+            self._write(b"".join(lines))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._release_reserve():
                 return False
             try:
-                self._write(b"".join(self._unwritten))
+                self._write(b"".join(lines))
             except OSError:
                 return False
-        self._unwritten.clear()
+        del self._unwritten[: len(lines)]
         self._fill_reserve()
         return True
 
@@ -165,3 +174,34 @@ class StateFile:
         except OSError:
             with suppress(OSError):
                 path.unlink()
+
+
+class DiskThread:
+    """Uses the shared file system, one thing after another; it may not answer, and then nobody else waits for long."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._threads, self._is_stuck = ThreadPoolExecutor(1, "ingot-state"), False
+
+    async def do(self, action: Callable[[], T], default: T | None = None) -> T:
+        """The result of an action. If the disk does not answer: the default, or `TimeoutError` without one; the action
+        is carried out when it answers again."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, action)
+        try:
+            async with asyncio.timeout(min(self.seconds, STUCK_SECONDS) if self._is_stuck else self.seconds):
+                result = await asyncio.shield(future)
+        except TimeoutError:
+            self._is_stuck = True
+            if default is None:
+                raise
+            return default
+        self._is_stuck = False
+        return result
+
+    async def try_to(self, action: Callable[[], Any]) -> None:
+        with suppress(OSError, TimeoutError):
+            await self.do(action)
+
+    def submit(self, action: Callable[[], Any]) -> None:
+        """Carry it out some time; nobody waits for it."""
+        self._threads.submit(action)

@@ -21,12 +21,10 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ingot.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_GIVEN_UP, EXIT_USER_ERROR
 from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE, Leave
@@ -52,13 +50,12 @@ from ingot.launch.supervisor.records import (
     StopRequested,
 )
 from ingot.launch.supervisor.server import AgentServer
-from ingot.launch.supervisor.state_file import STATE, StateFile, Superseded, now, read_state
+from ingot.launch.supervisor.state_file import STATE, DiskThread, StateFile, Superseded, now, read_state
 from ingot.training.runtime.run_files import FINISHED, STOP
 
 RANK_PHASES = ("running", "evaluating", "saving")
 RANK_PHASE_SECONDS = 10.0  # at least, between two records of what the ranks are doing
 REQUEUE_SECONDS, REQUEUE_PAUSE = 3600.0, 10.0  # for a controller that does not answer
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,14 @@ class Supervisor:
         self.staged = spec.stage is None
         self.fatal: Superseded | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._stop_is_noted = False
-        self._disk, self._rank_phase_at = ThreadPoolExecutor(1, "ingot-state"), float("-inf")
+        self._stop_note: asyncio.Task[None] | None = None
+        self.disk, self._rank_phase_at = DiskThread(self.times.disk), float("-inf")
         self._pending_phase: PhaseBegan | None = None
 
     async def run(self) -> int:
         """Returns the exit code of the job."""
-        self.state = await self._on_disk(lambda: StateFile(self.folder))
-        if why := await self._on_disk(self._nothing_to_do):
+        self.state = await self.disk.do(lambda: StateFile(self.folder))
+        if why := await self.disk.do(self._nothing_to_do):
             self._say(f"nothing to do: {why}")
             return EXIT_FINISHED
         nodes = await self.cluster.nodes()
@@ -112,6 +109,7 @@ class Supervisor:
             await self.cluster.end_earlier_steps()
             self.number = before
         self.server = AgentServer(self.spec.run_folder, f"{self.start}.0", self.token, nodes)
+        self.server.on_signal = self._agent_signalled
         address = f"{self.cluster.host}:{await self.server.listen(port=self.port)}"
         await self.cluster.start_deputy(nodes, address)
         self.env = {ADDRESS_VARIABLE: address, TOKEN_VARIABLE: self.server.token, START_VARIABLE: self.server.start}
@@ -161,7 +159,7 @@ class Supervisor:
         launched = read_history(self.state.records).launched
         whole = None
         if self.share is not None:  # the whole preparation's record is in the folder above
-            whole = await self._on_disk(lambda: read_history(read_state(self.launch.path / STATE)).launched)
+            whole = await self.disk.do(lambda: read_history(read_state(self.launch.path / STATE)).launched)
         launch = whole.launch if whole is not None else self.cluster.job
         if launched is None or (self.share is not None and launched.launch != launch):
             nodes = self.spec.nodes if self.share is None else 1
@@ -180,7 +178,8 @@ class Supervisor:
     async def _attempt(self) -> Verdict:
         nodes = choose_nodes(self.state.records)
         epochs = [r.epoch for r in self.state.records if isinstance(r, Opened)]
-        epoch = await self._on_disk(lambda: self.state.claim_epoch(max(epochs, default=0) + 1))
+        first = max(epochs, default=0) + 1
+        epoch = await self.disk.do(lambda: self.state.claim_epoch(first), default=first)
         self.number += 1
         step = await self._progress()
         opened = Opened(time=now(), epoch=epoch, attempt=f"{self.start}.{self.number}", nodes=nodes, step=step)
@@ -222,9 +221,9 @@ class Supervisor:
         self._pending_phase = None
         step = await self._progress(opened.step)
         if cause.kind == "stopped" and self.stop.reason is None and attempt is not None:
-            said = await self._on_disk(lambda: stop_reason_of(self.run_folder))
-            if said is not None:
-                self.stop.set(*said)
+            with suppress(TimeoutError):
+                if (said := await self.disk.do(lambda: stop_reason_of(self.run_folder))) is not None:
+                    self.stop.set(*said)
         await self._note_stop()
         await self._add(Closed(time=now(), epoch=opened.epoch, cause=cause, step=step,
                                reached_step=attempt is not None and attempt.reached_step))  # fmt: skip
@@ -273,18 +272,18 @@ class Supervisor:
         self._say(text := f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else ""))
         await self.cluster.comment(f"ingot: {text}")
         if judged.action == "finish" and self.share is not None and self.share.name == "last":
-            await self._try_on_disk((self.run_folder / FINISHED).touch)
+            await self.disk.try_to((self.run_folder / FINISHED).touch)
         if judged.action in ("finish", "stop"):
             return EXIT_FINISHED
         if judged.action == "halt":
-            await self._try_on_disk(lambda: self.launch.halt(judged.reason))
+            await self.disk.try_to(lambda: self.launch.halt(judged.reason))
             attempts = read_history(self.state.records).attempts
             final = attempts and attempts[-1].cause.kind in FINAL_KINDS
             return EXIT_USER_ERROR if final else EXIT_GIVEN_UP
         return await self._requeue()
 
     async def _requeue(self) -> int:
-        code, waited = EXIT_FINISHED if self.stop.reason == "time-limit" else EXIT_FAULT, 0.0
+        code, waited = EXIT_FINISHED if self.stop.reason in ("time-limit", "preempt") else EXIT_FAULT, 0.0
         out = list(read_history(self.state.records).excluded)
         if await self.cluster.hand_over(out):
             return code
@@ -305,6 +304,9 @@ class Supervisor:
             loop.add_signal_handler(signal.SIGTERM, lambda: self.stop.set("signal", "SIGTERM"))
             loop.add_signal_handler(signal.SIGINT, lambda: self.stop.set("signal", "SIGINT"))
 
+    def _agent_signalled(self, node: str, number: int) -> None:
+        self.stop.set("signal", f"signal {number} to the agent of {node}")
+
     async def _watch_stop_file(self) -> None:
         while True:
             self._write_phase(False)
@@ -312,8 +314,8 @@ class Supervisor:
                 await self._note_stop()
                 await asyncio.sleep(self.times.poll)
                 continue
-            if await self._on_disk(lambda: is_stop_there(self.run_folder), default=False):
-                self.stop.set("user", await self._on_disk(lambda: who_asked(self.run_folder), default=STOP))
+            if await self.disk.do(lambda: is_stop_there(self.run_folder), default=False):
+                self.stop.set("user", await self.disk.do(lambda: who_asked(self.run_folder), default=STOP))
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.times.poll):
@@ -321,9 +323,14 @@ class Supervisor:
 
     async def _note_stop(self) -> None:
         """The request is a record before anything follows from it."""
-        if self.stop.reason is None or self._stop_is_noted:
-            return
-        self._stop_is_noted = True
+        if self.stop.reason is not None:
+            self._stop_note = self._stop_note or asyncio.ensure_future(self._add_stop())
+            await asyncio.shield(self._stop_note)
+
+    async def _add_stop(self) -> None:
+        assert self.stop.reason is not None
+        if self.stop.reason == "signal" and await self.cluster.is_preempted():
+            self.stop.reason = "preempt"
         await self._add(StopRequested(time=now(), reason=self.stop.reason, detail=self.stop.detail))
 
     async def _pause(self, seconds: float) -> None:
@@ -344,7 +351,8 @@ class Supervisor:
     async def _add(self, record: Any) -> None:
         if self.fatal is not None:
             raise self.fatal
-        if not await self._on_disk(lambda: self.state.append(record), default=False):
+        self.state.add(record)
+        if not await self.disk.do(self.state.flush, default=False):
             self._say(f"cannot write {self.state.path}: {type(record).__name__} is kept in memory")
 
     def _note_phase(self, phase: Phase, detail: str) -> None:
@@ -359,38 +367,24 @@ class Supervisor:
         if self._pending_phase is None or (not at_once and clock - self._rank_phase_at < RANK_PHASE_SECONDS):
             return
         self._rank_phase_at = float("-inf") if at_once else clock
-        record, self._pending_phase = self._pending_phase, None
-        self._disk.submit(self._append_phase, record)
+        self.state.add(self._pending_phase)
+        self._pending_phase = None
+        self.disk.submit(self._flush)
 
-    def _append_phase(self, record: PhaseBegan) -> None:
+    def _flush(self) -> None:
         try:
-            self.state.append(record)
+            self.state.flush()
         except Superseded as error:
             self.fatal = error
 
-    async def _on_disk(self, action: Callable[[], T], default: T | None = None) -> T:
-        """Do something with the shared file system, which may not answer; then the default counts, if there is one."""
-        future = asyncio.get_running_loop().run_in_executor(self._disk, action)
-        try:
-            async with asyncio.timeout(self.times.disk):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            if default is None:
-                raise
-            return default
-
-    async def _try_on_disk(self, action: Callable[[], Any]) -> None:
-        with suppress(OSError, TimeoutError):
-            await self._on_disk(action)
-
     async def _progress(self, before: int = 0) -> int:
         try:
-            return max(before, await self._on_disk(lambda: progress_of(self.run_folder, self.spec.verb)))
+            return max(before, await self.disk.do(lambda: progress_of(self.run_folder, self.spec.verb)))
         except (OSError, TimeoutError):
             return before
 
     async def _log_failure(self, opened: Opened, cause: Cause, progress: bool) -> None:
-        await self._try_on_disk(lambda: record_failure(
+        await self.disk.try_to(lambda: record_failure(
             self.run_folder, attempt=opened.attempt, rank=cause.rank, batch=cause.batch, kind=cause.kind,
             message=cause.message, progress=progress, host=cause.node,
         ))  # fmt: skip
