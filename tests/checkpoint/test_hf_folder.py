@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from state_reader import StateReader
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
@@ -37,19 +38,6 @@ GPT3 = {**SMALL, "family": "gpt3", "vocab_multiple": 1}
 NEOX = {**SMALL, "family": "neox", "rotary_pct": 0.5}
 LLAMA = {**SMALL, "family": "llama", "n_kv_heads": 2}
 MODELS = {"mpt": MPT, "gpt2": GPT3, "gpt_neox": NEOX, "llama": LLAMA}
-
-
-class StateReader:
-    """The parameters of a model in memory."""
-
-    def __init__(self, model: GPT):
-        self.tensors: dict[str, Tensor] = dict(model.named_parameters())
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def get(self, name: str) -> Tensor:
-        return self.tensors[name]
 
 
 def model_of(**values: Any) -> GPT:

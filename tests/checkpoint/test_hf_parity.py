@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from state_reader import StateReader
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -121,19 +122,6 @@ def ours(case: str) -> GPT:
     return model
 
 
-class StateReader:
-    """Parameters, or their gradients, of a model in memory."""
-
-    def __init__(self, tensors: dict[str, Tensor]):
-        self.tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def get(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-
 def imported(folder: Path) -> GPT:
     config, tensors = read_hf(folder)
     model = GPT(config).eval()
@@ -142,7 +130,7 @@ def imported(folder: Path) -> GPT:
 
 
 def exported(model: GPT, folder: Path) -> PreTrainedModel:
-    name = export_hf(StateReader(dict(model.named_parameters())), model.config, folder, tokenizer=None)
+    name = export_hf(StateReader(model), model.config, folder, tokenizer=None)
     loaded, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, output_loading_info=True)
     assert not any(report.values()), report
     assert type(loaded).__name__ == name == hf_class(model.config)

@@ -10,9 +10,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import yaml
-
-from ingot.errors import ConfigError
-from ingot.migrate import load_run_config, translate
+from migration_case import check_case
 
 HERE = Path(__file__).parent / "cases"
 CASES = [
@@ -48,19 +46,4 @@ def test_a_config_of_a_peer_means_the_same_here_or_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    arguments = written(case, tmp_path)
-    if "refused" in case:
-        with pytest.raises(ConfigError) as caught:
-            load_run_config(arguments)
-        assert all(words in str(caught.value) for words in case["refused"]), str(caught.value)
-        return
-    config = load_run_config(arguments).model_dump(mode="json")
-    for key, value in case["becomes"].items():
-        found: Any = config
-        for part in key.split("."):
-            found = found[part]
-        assert found == value or str(found) == str(value), key
-    if "warns" in case:
-        warnings = "\n".join(translate(arguments).warnings)
-        assert all(words in warnings for words in case["warns"]), warnings
-        assert case["warns"] or not warnings
+    check_case(case, written(case, tmp_path))

@@ -5,25 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mds_bytes import flatten, random_shards, write_mds
+from mds_bytes import flatten, random_shards
+from mixtures import open_mix
 
 from ingot.config.data import SourceConfig
 from ingot.data.loading.batch_loader import BatchLoader
 from ingot.data.loading.mixture import ANNOUNCE_EVERY, BLOCK, SOURCE_SHIFT, Mixture, _Replay, _shares
-from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
-
-
-def open_mix(tmp_path: Path, **weights: float | None) -> Mixture:
-    mix = {}
-    for name, weight in weights.items():
-        folder = tmp_path / name
-        if not folder.exists():
-            write_mds(folder, random_shards(seed=len(name), shards=4, samples=30 * len(name)))
-        mix[name] = {"path": str(folder)} | ({"weight": weight} if weight else {})
-    mixture = open_dataset(SourceConfig(mix=mix), 4)
-    assert isinstance(mixture, Mixture)
-    return mixture
 
 
 def by_source(mixture: Mixture, ids: np.ndarray) -> dict[str, np.ndarray]:

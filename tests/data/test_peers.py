@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mds_bytes import random_shards, write_mds
+from mixtures import open_mix
 from test_indexed import FIXTURE, write_pair
 
 from ingot.config.data import DocumentsConfig, SourceConfig
@@ -16,6 +17,8 @@ from ingot.data.formats.indexed_reader import split_edges
 from ingot.data.loading.mixture import BLOCK, SOURCE_SHIFT, Mixture
 from ingot.data.loading.open_dataset import open_dataset
 from ingot.errors import DataError
+
+GREEDY = {"mix_order": "greedy"}
 
 
 def megatron_split(split: str, size: int) -> list[tuple[int, int]]:
@@ -144,24 +147,12 @@ def peers_blend(weights: list[float], size: int) -> np.ndarray:
     return chosen
 
 
-def open_blend(tmp_path: Path, **weights: float | None) -> Mixture:
-    mix = {}
-    for name, weight in weights.items():
-        folder = tmp_path / name
-        if not folder.exists():
-            write_mds(folder, random_shards(seed=len(name), shards=4, samples=30 * len(name)))
-        mix[name] = {"path": str(folder)} | ({"weight": weight} if weight else {})
-    mixture = open_dataset(SourceConfig(mix=mix, mix_order="greedy"), 4)
-    assert isinstance(mixture, Mixture)
-    return mixture
-
-
 @pytest.mark.parametrize(
     "weights",
     [{"web": 0.3, "books": 0.7}, {"web": 1, "books": 1, "code": 1}, {"z": 0.05, "web": 5, "a": 2, "books": 2}],
 )
 def test_each_sample_comes_from_the_source_that_the_peers_take_it_from(tmp_path: Path, weights: dict) -> None:
-    mixture, size = open_blend(tmp_path, **weights), 2 * BLOCK + 777
+    mixture, size = open_mix(tmp_path, GREEDY, **weights), 2 * BLOCK + 777
     ids = mixture.order(1, True).take(np.arange(size))
     chosen = peers_blend(list(weights.values()), size)
     assert (ids >> SOURCE_SHIFT == chosen).all()
@@ -174,26 +165,26 @@ def test_each_sample_comes_from_the_source_that_the_peers_take_it_from(tmp_path:
 
 
 def test_without_weights_whole_samples_count(tmp_path: Path) -> None:
-    mixture = open_blend(tmp_path, web=None, books=None)
+    mixture = open_mix(tmp_path, GREEDY, web=None, books=None)
     sizes = [(d.tokens - 1) // 4 for d in mixture._datasets]
     chosen = mixture.order(1, True).take(np.arange(sum(sizes))) >> SOURCE_SHIFT
     assert (chosen == peers_blend(sizes, sum(sizes))).all() and np.bincount(chosen).tolist() == sizes
 
 
 def test_any_position_of_a_blend_may_be_asked_for_first(tmp_path: Path) -> None:
-    whole = open_blend(tmp_path, web=2, books=1).order(1, True).take(np.arange(3 * BLOCK))
+    whole = open_mix(tmp_path, GREEDY, web=2, books=1).order(1, True).take(np.arange(3 * BLOCK))
     scattered = np.random.default_rng(0).integers(0, 3 * BLOCK, (5, 40))
-    assert (open_blend(tmp_path, web=2, books=1).order(1, True).take(scattered) == whole[scattered]).all()
+    assert (open_mix(tmp_path, GREEDY, web=2, books=1).order(1, True).take(scattered) == whole[scattered]).all()
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, BLOCK, 2 * BLOCK + 12_345])
 def test_a_blend_resumes_from_the_counts_of_its_checkpoint(tmp_path: Path, position: int) -> None:
-    one, two = open_blend(tmp_path, web=2, books=1), open_blend(tmp_path, web=4, books=2)
+    one, two = open_mix(tmp_path, GREEDY, web=2, books=1), open_mix(tmp_path, GREEDY, web=4, books=2)
     two.resume(json.loads(json.dumps(one.state(position), sort_keys=True)), position)
     assert two.stage.start == position  # so that nothing before it is replayed
     later = np.arange(position, position + BLOCK + 99)
     assert (one.order(1, True).take(later) == two.order(1, True).take(later)).all()
-    again = open_blend(tmp_path, web=2, books=1)
+    again = open_mix(tmp_path, GREEDY, web=2, books=1)
     again.resume(two.state(position + 77), position + 77)
     assert (again.order(1, True).take(later[77:]) == one.order(1, True).take(later[77:])).all()
 
@@ -204,7 +195,7 @@ def test_changed_weights_and_rules_repeat_and_skip_no_sample(
     tmp_path: Path, after: dict, rules: tuple[str, str]
 ) -> None:
     def opened(weights: dict, rule: str) -> Mixture:
-        mixture = open_blend(tmp_path, **weights)
+        mixture = open_mix(tmp_path, GREEDY, **weights)
         return Mixture(dict(zip(mixture.names, mixture._datasets, strict=True)), weights, rule)
 
     position = BLOCK + 321

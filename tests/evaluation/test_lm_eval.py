@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from small_models import make_model, model_config, task, train_small_tokenizer, write_tasks
+from state_reader import StateReader
 from typer.testing import CliRunner
 from warm_process import run_warm
 
@@ -217,20 +218,9 @@ def test_wrong_requests_are_refused_with_one_sentence(arguments: list[str], mess
 
 
 def test_a_model_without_its_tokenizer_is_refused(small: Work, tmp_path: Path) -> None:
-    export_hf(_Tensors(small.model), small.config, tmp_path / "bare", tokenizer=None)
+    export_hf(StateReader(small.model), small.config, tmp_path / "bare", tokenizer=None)
     with pytest.raises(IngotError, match="has no tokenizer"):
         ingot_eval(tmp_path / "bare", "--harness", small.file("choose"))
-
-
-class _Tensors:
-    def __init__(self, model: torch.nn.Module):
-        self.tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def get(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
 
 
 def test_the_harness_own_command_line_knows_our_model(small: Work, tmp_path: Path) -> None:

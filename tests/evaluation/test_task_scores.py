@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_models import CPU, FAMILIES, make_model, model_config, task, train_small_tokenizer, write_tasks
+from state_reader import StateReader
 
 from ingot.checkpoint.hf.folder import export_hf
 from ingot.config.evaluation import TaskConfig
@@ -76,7 +77,7 @@ def test_scores_equal_plain_loops_over_transformers(
     transformers = pytest.importorskip("transformers")
     config = model_config(family, tokenizer.vocab_size)
     model = make_model(family, tokenizer)
-    export_hf(_Tensors(model), config, tmp_path / "hf", tokenizer=None)
+    export_hf(StateReader(model), config, tmp_path / "hf", tokenizer=None)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert type(reference).__name__ == kind
     with torch.inference_mode():
@@ -119,19 +120,6 @@ def slow_generation(question: Any, logits_of: Any, tokenizer: Tokenizer) -> str:
         tokens.append(token)
         new.append(token)
     return tokenizer.decode(new)
-
-
-class _Tensors:
-    """The weights of a model, as an exporter reads them."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def get(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
 
 
 def test_the_size_of_batches_changes_no_prediction(folder: Path, tokenizer: Tokenizer) -> None:

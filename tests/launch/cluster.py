@@ -10,12 +10,11 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "ip")
 SMALL_BYTES = 48 << 20
@@ -227,14 +226,6 @@ class Cluster:
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def wait_until(seen: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 30
-    while not seen():
-        if time.monotonic() > end:
-            raise RuntimeError(f"{what} did not come up")
-        time.sleep(0.05)
 
 
 RUNNING: list[Cluster] = []

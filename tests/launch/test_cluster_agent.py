@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import TINY
 from specs import spec
+from waiting import until
 
 from ingot.launch.agent.node_ranks import prune_logs
 from ingot.launch.agent.node_state import boot_id
@@ -112,13 +113,6 @@ class Side:
 
     def seen(self, kind: type) -> list[Any]:
         return [report for report in self.reports if isinstance(report, kind)]
-
-
-async def until(condition: Callable[[], object], seconds: float = 40) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.02)
 
 
 class Nodes:

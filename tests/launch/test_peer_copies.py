@@ -5,12 +5,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
 import pytest
+from waiting import wait_until
 
 from ingot.checkpoint.copy_memory import RECORD_BYTES, CopyKeeper, CopyMemory, CopyRecord, content_hash
 from ingot.launch.messages import CopiesHeld
@@ -37,13 +38,6 @@ def write(memory: CopyMemory, step: int, life: str = "a", size: int = SIZE, for_
 def write_all(keeper: CopyKeeper, step: int, life: str = "a", size: int = SIZE) -> None:
     for memory in keeper.memories:
         write(memory, step, life, size)
-
-
-def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class Node:
@@ -84,7 +78,7 @@ def test_a_new_node_fetches_what_the_lost_one_had_sent(nodes: tuple[Node, Node])
     two.send_to(one.address)
     for step in (5, 6):
         write_all(two.own, step)
-        until(lambda step=step: (step, "a") in one.store.held())
+        wait_until(lambda step=step: (step, "a") in one.store.held())
     assert one.store.held() == [(5, "a"), (6, "a")]
     two.close()
     spare = CopyKeeper(RANKS)
@@ -111,7 +105,7 @@ def test_only_the_newest_copy_is_sent_and_only_if_there_is_room_for_it(nodes: tu
     for step in (5, 6):
         write_all(two.own, step)
     two.send_to(one.address)
-    until(one.store.held)
+    wait_until(one.store.held)
     assert one.store.held() == [(6, "a")]
     for memory in two.own.memories:  # the ranks have found that nodes have no room for it
         write(memory, 7, for_peer=False)
@@ -129,14 +123,14 @@ def test_copies_of_a_new_life_replace_those_of_an_old_one_first(nodes: tuple[Nod
             for memory in two.own.memories:
                 memory.forget_all()
         write_all(two.own, step, life)
-        until(lambda held=held: one.store.held() == held)
+        wait_until(lambda held=held: one.store.held() == held)
 
 
 def test_a_copy_that_was_damaged_where_it_is_kept_is_refused(nodes: tuple[Node, Node]) -> None:
     one, two = nodes
     two.send_to(one.address)
     write_all(two.own, 5)
-    until(one.store.held)
+    wait_until(one.store.held)
     memory = one.store._copies.memories[1]
     os.pwrite(memory.descriptor, b"harm", 2 * RECORD_BYTES + 50_000)
     spare = CopyKeeper(RANKS)
@@ -150,7 +144,7 @@ def test_a_copy_that_changes_on_its_way_is_not_kept_and_the_one_before_is(nodes:
     one, two = nodes
     two.send_to(one.address)
     write_all(two.own, 5)
-    until(one.store.held)
+    wait_until(one.store.held)
     assert two.sender is not None
     two.sender.close()
     record = msgspec.structs.replace(write(two.own.memories[0], 6), xxh3="0" * 32)
@@ -167,7 +161,7 @@ def test_a_node_that_dies_while_it_sends_leaves_the_copy_before(nodes: tuple[Nod
     one, two = nodes
     two.send_to(one.address)
     write_all(two.own, 5, size=3_000_000)
-    until(one.store.held)
+    wait_until(one.store.held)
     assert two.sender is not None
     two.sender.close()
     record = write(two.own.memories[0], 6, size=3_000_000)
@@ -175,11 +169,11 @@ def test_a_node_that_dies_while_it_sends_leaves_the_copy_before(nodes: tuple[Nod
     line.ask(OfferCopy(1, 0, record))
     line._socket.sendall(bytes(1_000_000))
     line.close()
-    until(lambda: not one.store._lines)
+    wait_until(lambda: not one.store._lines)
     assert one.store.held() == [(5, "a")]
     two.send_to(one.address)  # nothing holds up the next one
     write(two.own.memories[1], 6, size=3_000_000)
-    until(lambda: (6, "a") in one.store.held())
+    wait_until(lambda: (6, "a") in one.store.held())
 
 
 @pytest.mark.parametrize(
@@ -199,7 +193,7 @@ def test_a_stranger_neither_gets_nor_leaves_a_copy(
     write_all(keeper, 6)
     problems: list[str] = []
     offering = CopySender(stranger, keeper, 1, one.address, problems.append)
-    until(lambda: problems)
+    wait_until(lambda: problems)
     offering.close()
     assert reason in problems[0] and one.store.held() == [] and keeper.complete() == {(6, "a")}
     keeper.close()
@@ -247,19 +241,19 @@ def test_a_peer_that_is_away_is_mentioned_once_and_gets_the_next_copy(
         port = closed.getsockname()[1]
     two.send_to(f"127.0.0.1:{port}")
     write_all(two.own, 5)
-    until(lambda: two.problems)
+    wait_until(lambda: two.problems)
     time.sleep(0.5)
     assert len(two.problems) == 1 and two.problems[0].startswith("the copy of step 5 was not sent to 127.0.0.1:")
     assert two.sender is not None
     two.sender.address = one.address
-    until(lambda: one.store.held() == [(5, "a")])
+    wait_until(lambda: one.store.held() == [(5, "a")])
 
 
 def test_a_node_keeps_the_copies_of_one_other_and_forgets_those_of_an_earlier_guest(nodes: tuple[Node, Node]) -> None:
     one, two = nodes
     two.send_to(one.address)
     write_all(two.own, 5)
-    until(one.store.held)
+    wait_until(one.store.held)
     assert one.store.bytes_held() >= RANKS * SIZE
     one.store.host(1)
     assert one.store.held() == [(5, "a")], "the same guest: nothing changes"

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, cluster, wait_until
+from cluster import Cluster, cluster
 from specs import spec
 from test_slurm import Launched
+from waiting import wait_until
 
 from ingot.errors import EXIT_FAULT
 from ingot.launch.preflight.diagnosis import (

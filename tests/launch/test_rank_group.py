@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from freezer import freezer
+from waiting import wait_until
 
 from ingot.errors import CheckpointError, disk_error
 from ingot.launch.agent import node_state
@@ -52,13 +52,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         group.close()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_evidence_says_how_each_rank_ended_and_what_it_wrote(start: Start) -> None:
     script = """
 import json, os, signal, time
@@ -71,7 +64,7 @@ if os.environ["RANK"] == "2":
 time.sleep(60)
 """
     group = start(script, 3)
-    wait_for(lambda: len(group.codes()) == 2)
+    wait_until(lambda: len(group.codes()) == 2)
     found = group.evidence()
     assert [(rank.exit_code, rank.kind) for rank in found.ranks] == [(None, ""), (-9, ""), (1, "device")]
     assert "uncorrectable ECC" in found.ranks[2].message and found.ranks[2].time > 0 and found.boot_id
@@ -94,7 +87,7 @@ read_data()
 """
     )
     group = start(script, 3)
-    wait_for(lambda: len(group.late()) == 3)
+    wait_until(lambda: len(group.late()) == 3)
     sleeping, stopped, holding = group.evidence(is_hang=True).ranks
     assert "read_data" in sleeping.where and not sleeping.in_torch and sleeping.late_seconds > 0
     assert stopped.process_state == "T" and "foreign" in holding.where
@@ -103,7 +96,7 @@ read_data()
 
 def test_an_attempt_with_an_epoch_tells_it_to_its_ranks(start: Start, tmp_path: Path) -> None:
     group = start(f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['INGOT_EPOCH']); os._exit(0)")
-    wait_for(lambda: group.codes())
+    wait_until(lambda: group.codes())
     assert (tmp_path / "seen").read_text() == "7"
 
 
@@ -116,7 +109,7 @@ def test_a_rank_that_cannot_be_killed_is_reported_and_not_waited_for(start: Star
     assert group.processes[1].poll() is None  # `kill` has not waited for its end
     assert group.codes() == {0: -signal.SIGKILL}
     (freezer / "freezer.state").write_text("THAWED")
-    wait_for(lambda: not group.living())
+    wait_until(lambda: not group.living())
 
 
 def test_a_failure_is_known_even_if_another_rank_cannot_be_killed(
@@ -212,7 +205,7 @@ print(code, watch.look(Path({str(tmp_path)!r})).oom_kills)
         assert done.stdout.split() == ["-9", "1"], done.stderr
         assert count_oom_kills() >= 0
     finally:
-        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        wait_until(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
 
 
@@ -263,7 +256,7 @@ def test_each_phase_has_its_own_budget(tmp_path: Path, monkeypatch: pytest.Monke
     assert (beat().phase, beat().allowed) == ("evaluation", 420)
     heart.begin(SAVE)
     before = beat().at
-    wait_for(lambda: (tmp_path / "data").write_bytes(bytes(4 << 20)) and beat().at > before)  # a save that writes
+    wait_until(lambda: (tmp_path / "data").write_bytes(bytes(4 << 20)) and beat().at > before)  # a save that writes
     heart.last -= 1000  # how long the save took is not how long a step takes
     heart.step(3)
     assert (beat().phase, beat().allowed) == ("step", 100)

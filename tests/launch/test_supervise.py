@@ -14,6 +14,7 @@ import pytest
 from light_agents import LightAgent, LightCluster, lose_peer
 from specs import spec
 from state_records import StateRecords
+from waiting import until
 
 from ingot.launch import messages
 from ingot.launch.messages import RankProgress, RanksEnded, RunRanks, Signalled
@@ -87,11 +88,6 @@ class Job(StateRecords):
 
 def once(fault: Callable[[LightAgent, RunRanks], Any]) -> Callable[[LightAgent, RunRanks], Any]:
     return lambda agent, body: fault(agent, body) if body.epoch == 1 else None
-
-
-async def until(seen: Callable[[], Any]) -> None:
-    while not seen():
-        await asyncio.sleep(0.01)
 
 
 def test_a_run_that_goes_well(job: Job) -> None:

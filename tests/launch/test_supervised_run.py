@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from local_cluster import SupervisedRun
 from runs import assert_as_if_nothing_happened, whole
+from waiting import until
 
 from ingot.launch.supervisor.records import PhaseBegan
 
@@ -21,12 +22,6 @@ slow = pytest.mark.slow
 def ranks() -> int:
     """Of the undisturbed run, also in the slow set."""
     return 2
-
-
-async def until(condition: Callable[[], object], seconds: float = 100) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def meanwhile(run: SupervisedRun, disturb: Callable[[], Awaitable[None]]) -> int:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from migration_case import check_case
 from random_scripts import write_tools
 from test_random_scripts import with_effect
 
-from ingot.errors import ConfigError
-from ingot.migrate import load_run_config, translate
 from ingot.migrate.shell.script import read_script
 from ingot.migrate.shell.source import take_options
 
@@ -49,22 +48,7 @@ def test_a_script_means_the_same_here_or_is_refused_with_a_remedy(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    arguments = [str(written(case, tmp_path).name), *case.get("arguments", [])]
-    if "refused" in case:
-        with pytest.raises(ConfigError) as caught:
-            load_run_config(arguments)
-        assert all(words in str(caught.value) for words in case["refused"]), str(caught.value)
-        return
-    config = load_run_config(arguments).model_dump(mode="json")
-    for key, value in case["becomes"].items():
-        found: Any = config
-        for part in key.split("."):
-            found = found[part]
-        assert found == value or str(found) == str(value), key
-    if "warns" in case:
-        warnings = "\n".join(translate(arguments).warnings)
-        assert all(words in warnings for words in case["warns"]), warnings
-        assert case["warns"] or not warnings
+    check_case(case, [str(written(case, tmp_path).name), *case.get("arguments", [])])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ingot.launch.supervisor.failure_log import node_name
 
 CONNECT_SECONDS = 5.0  # for the connection, and for each line of the greeting
 RECONNECT_SECONDS = 18.0  # before the agent gives up: half a minute with the time that keepalive takes to notice
-KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 12_000}
+KEEP_ALIVE = (3, 3, 3)
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
 
 
@@ -74,7 +74,7 @@ class SupervisorLink:
         reader, writer = await asyncio.open_connection(supervisor.host, supervisor.port, limit=MAX_LINE_BYTES)
         link = cls(reader, writer)
         try:
-            keep_alive(writer.get_extra_info("socket"))
+            keep_alive(writer.get_extra_info("socket"), *KEEP_ALIVE)
             challenge = await link._receive()
             if not isinstance(challenge, Challenge):
                 raise ConnectionError("it did not begin with a challenge")
@@ -123,10 +123,15 @@ class SupervisorLink:
         return from_supervisor(line) if line.endswith(b"\n") else None
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Find out within about 12 seconds that the other side is gone."""
+def keep_alive(connection: socket.socket, idle: int, interval: int, count: int) -> None:
+    """Have TCP ask whether the other side is there: a node that lost its power or its network says nothing.
+
+    idle, interval, count: seconds before the first question and between two, and how many may stay without an answer
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
+    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": count,
+               "TCP_USER_TIMEOUT": 1000 * (idle + interval * count)}  # fmt: skip
+    for name, value in options.items():
         if hasattr(socket, name):  # not all systems have all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from ingot.launch.agent.client import keep_alive
 from ingot.launch.messages import (
     MAX_LINE_BYTES,
     Answer,
@@ -35,7 +36,7 @@ from ingot.launch.messages import (
 
 AUTHENTICATION_SECONDS = 10.0
 BACKLOG = 4096
-KEEP_ALIVE = (5, 5, 4)  # seconds before the first probe, between probes, and how many
+KEEP_ALIVE = (5, 5, 4)
 
 
 class AgentLost(Exception):
@@ -163,7 +164,9 @@ class AgentServer:
         assert task is not None
         self._tasks.add(task)
         try:
-            _watch_the_line(writer)
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection, *KEEP_ALIVE)
             async with asyncio.timeout(AUTHENTICATION_SECONDS):
                 hello = await self._authenticate(reader, writer)
             if hello is None:
@@ -223,15 +226,3 @@ class AgentServer:
             before.close()
         async with self.arrived:
             self.arrived.notify_all()
-
-
-def _watch_the_line(writer: asyncio.StreamWriter) -> None:
-    """A node that lost its power or its network says nothing: TCP asks."""
-    sock = writer.get_extra_info("socket")
-    idle, interval, count = KEEP_ALIVE
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in (("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", count),
-                        ("TCP_USER_TIMEOUT", 1000 * (idle + interval * count))):  # fmt: skip
-        if hasattr(socket, name):  # Linux
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
