@@ -1,8 +1,10 @@
 """A job on Slurm, as its supervisor sees it: nodes, agents, time, the way back into the queue.
 
-One srun starts all agents, spares included, and ends with them: it does not end a step because one of its tasks has
-failed, or one of its nodes. Of a task that ends, srun says so; that is faster than waiting for an agent that never was.
-Only where it does not reach a node to begin with, it ends the tasks of all: those that it reaches are started again.
+Each srun starts the agents of a few nodes, of one in a job of up to 32, and ends with them: it does not end a step
+because one of its tasks has failed. A node that is back from a reboot without the step, though, makes srun end the step
+on all its nodes, and the copies in the memory of their agents are gone: hence a step for each group of neighbors.
+Of a task that ends, srun says so; that is faster than waiting for an agent that never was. Only where it does not reach
+a node to begin with, it ends the tasks of its others: those that it reaches are started again.
 """
 
 import asyncio
@@ -23,6 +25,7 @@ from ingot.launch.slurm.script import node_python, script_body, srun_options
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
 
+MAX_SRUNS = 32  # at a time, for all nodes
 ANSWER_SECONDS = 20.0  # for a command of Slurm
 STAGE_SECONDS = 3600.0
 END_SECONDS = 5.0  # for srun, once its agents have been told to leave
@@ -77,6 +80,12 @@ class SlurmCluster:
         return {node: failed.get(node, "the node did not answer") for node in nodes if node not in staged}
 
     async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
+        size = -(-len(nodes) // MAX_SRUNS)
+        for first in range(0, len(nodes), size):
+            await self._start_srun(nodes[first : first + size], env)
+        await self.start_deputy(nodes, env[ADDRESS_VARIABLE])
+
+    async def _start_srun(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
         command = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1",
                    f"--nodelist={','.join(nodes)}", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
                    *self._output_options(), *srun_options(self.spec), *self._image,
@@ -94,7 +103,6 @@ class SlurmCluster:
         task = asyncio.ensure_future(self._listen(process, list(nodes), env))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await self.start_deputy(nodes, env[ADDRESS_VARIABLE])
 
     def _output_options(self) -> list[str]:
         if not self.keeps_output:

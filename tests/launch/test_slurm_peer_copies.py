@@ -1,0 +1,73 @@
+"""A node of a real Slurm job dies, and a spare in its place continues from the copy of its ranks on another node: later
+than the last checkpoint, bitwise as if nothing had happened, with the right node named."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, cluster
+from runs import assert_as_if_nothing_happened
+from test_slurm import whole
+from test_slurm_faults import Watched, usual
+from test_slurm_node_faults import rank_process
+
+from ingot.launch.peer_copies.sender import LOOK_SECONDS
+from ingot.launch.supervisor import judge
+
+__all__ = ["cluster", "usual", "whole"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("usual")]
+
+
+class Copied(Watched):
+    """A run that holds in batch 15 on n2 until the copies of batch 14 have arrived where they are kept."""
+
+    def __init__(self, cluster: Cluster, data: Path, folder: Path, *options: str):
+        self.go = folder.parent / "go"
+        super().__init__(cluster, data, folder, "snapshot_interval=2ba", "save_interval=8ba", *options, kind="python",
+                         node="n2", batch=15, once=str(folder.parent / "struck"), after=str(self.go))  # fmt: skip
+
+    def wait_for_copies(self) -> None:
+        self.submit()
+        self.wait_for_batch(14)
+        time.sleep(1 + 2 * LOOK_SECONDS)
+
+    def end_as_if_nothing_happened(self, whole: Path) -> None:
+        self.go.touch()
+        self.end()
+        assert_as_if_nothing_happened(self.folder, whole)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_spare_for_a_node_that_dies_continues_from_the_copy_on_another(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path, is_back: bool
+) -> None:
+    run = Copied(cluster, data, tmp_path / "run", "--spares", "1")
+    run.wait_for_copies()
+    cluster.kill_node("n2")
+    if is_back:
+        time.sleep(2)
+        cluster.start_node("n2")
+    run.end_as_if_nothing_happened(whole)
+    assert run.causes == [("lost", "n2"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n1", "n3")]
+    assert set(judge.strikes(run.records)) <= {"n2"}
+    assert "n3 fetches the copy of batch 14 of node 1's ranks from n1" in run.output()
+    assert "resumed from host memory at batch 14" in run.output()
+    assert not (run.folder / "checkpoints" / "14").exists()
+
+
+def test_an_agent_that_is_killed_and_started_again_fetches_what_it_had(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """As by the out-of-memory killer; there is no spare."""
+    run = Copied(cluster, data, tmp_path / "run")
+    run.wait_for_copies()
+    pid, _ = rank_process(run, 1)
+    assert pid
+    agent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)
+    run.end_as_if_nothing_happened(whole)
+    assert run.causes == [("lost", "n2"), ("finished", "")] and run.nodes == [("n1", "n2")] * 2
+    assert "n2 fetches the copy of batch 14 of node 1's ranks from n1" in run.output()
+    assert "resumed from host memory at batch 14" in run.output()
