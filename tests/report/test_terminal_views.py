@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Ingot
+from terminal import Terminal
 
 from ingot.report.terminal.curve import BLANK, draw_curve
 from ingot.report.terminal.run_table import age_text
+from ingot.training.runtime.lease import Lease
 
 LOSS = "loss/train/total"
 
@@ -70,6 +72,20 @@ def test_watch_shows_curve_and_state_once_where_there_is_no_terminal(ingot_here:
     text = ingot_here("watch", str(runs / "a")).stdout
     assert "state: finished" in text and any(ord(sign) > BLANK for sign in text)
     assert ingot_here("watch", str(runs / "not-a-run"), check=False).returncode == 2
+
+
+def test_watch_follows_a_run_on_a_terminal_and_ends_with_it(runs: Path) -> None:
+    run = runs / "a-run-with-a-long-name"
+    owner = Lease(run)
+    terminal = Terminal("watch", str(run), "--seconds", "0.2")
+    terminal.wait_for("state: running")
+    assert "step 77" not in terminal.plain
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"time/batch": 77, LOSS: 0.5}) + "\n")
+    terminal.wait_for(r"\b77\b")
+    (run / "FINISHED").write_text("77\n")
+    owner.release()
+    assert terminal.end() == 0 and "state: finished" in terminal.plain
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.9, "59 s"), (7200, "2 h"), (90000, "1 d"), (None, "")])

@@ -6,6 +6,7 @@ import resource
 import signal
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ingot.config.training import ProfilerConfig
 from ingot.errors import ConfigError
 from ingot.parallel.rank_env import RankEnv
 from ingot.training.listener import RunListener
+from ingot.training.profiling import memory_report
 from ingot.training.profiling.memory_report import UNNAMED, Known, describe_blocks
 from ingot.training.profiling.step_profiler import StepProfiler
 from ingot.training.profiling.tables import read_profiles
@@ -248,3 +250,12 @@ def test_memory_is_told_by_category_and_by_the_largest_blocks() -> None:
 def test_memory_history_on_a_cpu_says_that_it_does_nothing(tiny: list[str], tmp_path: Path) -> None:
     lines, _ = run(tiny, tmp_path / "run", "profiler.memory_history=true", "max_duration=1ba")
     assert sum("profiler.memory_history needs a GPU" in line for line in lines) == 1
+
+
+def test_an_allocation_that_fails_is_written_down_by_the_watch_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's four numbers, in its order; the reports themselves need a GPU."""
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setitem(memory_report._watches, 3, SimpleNamespace(write=lambda *numbers: seen.append(numbers)))  # type: ignore[misc]
+    memory_report._observe(3, 10, 20, 5)
+    memory_report._observe(4, 10, 20, 5)  # nobody watches it
+    assert seen == [(3, 10, 20, 5)]
