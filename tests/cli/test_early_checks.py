@@ -123,7 +123,7 @@ def test_a_folder_is_only_probed(tmp_path: Path) -> None:
     if is_root and subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("root may not mount here")
     try:
-        with pytest.raises(DiskError, match="Read-only|choose a folder that you may write to"):
+        with pytest.raises(DiskError, match=r"Read-only|choose a folder that you may write to"):
             check_writable(tmp_path / "closed")
     finally:
         if is_root:

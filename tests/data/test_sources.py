@@ -146,6 +146,13 @@ def test_lines_are_neither_lost_nor_doubled_at_the_borders_of_pieces(
     assert texts(path) == [t for t in lines if t]
 
 
+def test_pieces_of_a_parquet_file_add_up_to_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"text": ["x" * 300] * 40}), path, row_group_size=4)
+    pieces = list(plan_pieces(find_files([path]), False, PrepareOptions()))
+    assert len(pieces) > 2 and 0.9 < sum(piece.size for piece in pieces) / path.stat().st_size <= 1
+
+
 def test_one_huge_row_group_is_divided_into_blocks(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": TEXTS}), path)

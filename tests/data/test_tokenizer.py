@@ -76,6 +76,7 @@ def test_the_two_files_of_gpt2_are_found_by_their_folder_or_the_first(
     found = load_tokenizer(tmp_path / named)
     assert found.encode(TEXT) == trained.encode(TEXT)
     assert found.eos_id == trained.eos_id and found.decode([found.eos_id]) == "<|endoftext|>"
+    assert found.backend.encode("<|endoftext|>").ids == [found.eos_id]  # one token, also within a text
 
 
 def test_token_bytes_add_up_to_the_bytes_of_the_text(trained: Tokenizer) -> None:
