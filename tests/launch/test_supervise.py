@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Job(StateRecords):
         self.spec: LaunchSpec = spec(run_folder=str(run), workdir=str(run), nodes=nodes, spares=spares, image=None,
                                      **changes)  # fmt: skip
         self.cluster = LightCluster(NODES[: nodes + spares], str(run))
-        self.steps = 0
+        self.steps, self.times = 0, TIMES
 
     def launch(self) -> "Job":
         state = StateFile(self.folder / "launch")
@@ -55,7 +56,7 @@ class Job(StateRecords):
     def start(
         self, during: Callable[["Job"], Any] | None = None, share: Share | None = None, seconds: float = 20
     ) -> int:
-        self.supervisor = Supervisor(self.spec, self.cluster, TIMES, share)
+        self.supervisor = Supervisor(self.spec, self.cluster, self.times, share)
 
         async def lead() -> int:
             helper = asyncio.ensure_future(during(self)) if during is not None else None
@@ -454,6 +455,52 @@ def test_a_preempted_job_goes_back_into_the_queue_whenever_the_signal_comes(job:
     assert [record.reason for record in job.of(StopRequested)] == ["preempt"] and not job.of(Excluded)
     job.cluster.behaviors.clear()
     assert job.again() == 0 and job.causes[-1] == ("finished", "")
+
+
+@pytest.mark.parametrize("harm", ["memory", "down", "everywhere"])
+def test_a_spare_is_tested_again_while_it_waits_and_left_out_before_it_is_used(job: Job, harm: str) -> None:
+    job.times = replace(TIMES, recheck=0.3)
+    job.cluster.seconds = 1.5
+    broken = {"disk": "n3: /tmp has 0.00 GB free"}
+
+    def break_spare(agent: LightAgent, body: RunRanks) -> Any:
+        if body.epoch > 1:
+            return None
+        if harm == "down":
+            job.cluster.lost.append(LostNode("n3", "down: no power"))
+        else:
+            job.cluster.of("n3").checks = broken
+        if harm == "everywhere":
+            job.cluster.of("n1").checks = {"disk": "n1: /runs has 0.00 GB free"}
+        return None
+
+    job.cluster.of("n1").fault = break_spare
+    assert job.launch().start() == 0 and job.causes == [("finished", "")]
+    out = [(record.node, record.reason) for record in job.of(Excluded)]
+    expected = {"memory": [("n3", broken["disk"])], "down": [("n3", "down: no power")], "everywhere": []}
+    assert out == expected[harm]
+    closed = next(number for number, record in enumerate(job.records) if isinstance(record, Closed))
+    assert all(number < closed for number, record in enumerate(job.records) if isinstance(record, Excluded))
+
+
+def test_the_ranks_know_which_attempt_has_ended_for_certain(job: Job) -> None:
+    """Then the next first rank, on another node, does not wait for the last one to give up."""
+    orders: list[RunRanks] = []
+
+    def note(agent: LightAgent, body: RunRanks) -> Any:
+        orders.append(body)
+        return agent.fail("Xid 79: fallen off the bus", "device") if agent.node == "n1" else None
+
+    def vanish(agent: LightAgent, body: RunRanks) -> Any:
+        orders.append(body)
+        return agent.die() if body.epoch == 2 else None
+
+    job.cluster.everywhere(note)
+    job.cluster.of("n3").fault = vanish
+    job.launch().start()
+    first = {order.epoch: order.ended_epoch for order in orders if order.node_rank == 0}
+    assert first[1] == 0 and first[2] == 1
+    assert 2 not in first.values(), "nobody has confirmed that the ranks of the node that vanished have ended"
 
 
 def test_a_disk_that_hangs_holds_up_no_decision(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

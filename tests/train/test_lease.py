@@ -124,6 +124,22 @@ def test_a_later_attempt_waits_until_an_earlier_owner_must_have_ended(
     assert (tmp_path / "owner.json").exists()
 
 
+@pytest.mark.parametrize(("ended", "least", "most"), [("3", 0.0, 0.9), ("2", 1.0, 3.0)])
+def test_nobody_waits_for_an_owner_whose_end_is_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: str, least: float, most: float
+) -> None:
+    monkeypatch.setenv("INGOT_EPOCH", "4")
+    monkeypatch.setenv("INGOT_ENDED_EPOCH", ended)
+    monkeypatch.setattr(lease, "FENCE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "MARGIN_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 1000.0)
+    owner_elsewhere(tmp_path, 3, 0)
+    began = time.monotonic()
+    held = Lease(tmp_path)
+    assert least <= time.monotonic() - began <= most
+    held.release()
+
+
 def test_what_is_left_of_an_earlier_attempt_does_not_start_and_is_not_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,6 +156,8 @@ class RunRanks(_Message, frozen=True, tag="run-ranks"):
     """HOST:PORT of the agent that also keeps copies of these ranks' state; empty if none does."""
     guest: int = -1
     """The rank of the node whose copies this one keeps."""
+    ended_epoch: int = 0
+    """Of an earlier attempt whose first node has confirmed that its ranks have ended; 0 if none has."""
 
 
 class StopRanks(_Message, frozen=True, tag="stop-ranks"):

@@ -57,6 +57,7 @@ Environment variables (those that ranks read are named where they are read, in `
 | JOB_COMPLETION_INDEX, NODE_RANK, PET_NODE_RANK, RANK | Kubernetes | pod | number of the pod |
 | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK | agent | ranks | as torchrun sets them |
 | INGOT_ATTEMPT, INGOT_EPOCH | agent | ranks | the attempt; its number, which a successor's exceeds |
+| INGOT_ENDED_EPOCH | agent | ranks | an earlier attempt whose rank 0 has ended for certain |
 | INGOT_AGENT_FILE | agent | ranks | when the agent was last alive |
 | INGOT_COPY_FDS | agent, `ingot train` | ranks | memory that keeps copies of the state over restarts |
 | INGOT_PEER_COPY_BYTES | agent | ranks | it keeps another node's copies, too; how many bytes so far |

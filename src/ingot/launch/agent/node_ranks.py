@@ -16,6 +16,7 @@ from ingot.launch.messages import RankProgress, RanksEnded, Report, RunRanks, Su
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.records import Phase
+from ingot.parallel.rank_env import ENDED_EPOCH
 from ingot.training.runtime.heartbeat import EVALUATION, SAVE, START, STEP
 from ingot.training.runtime.run_files import LOGS
 
@@ -42,6 +43,8 @@ class NodeRanks:
             node = Node(spec.processes, world, order.node_rank, order.address, order.port)
             transport = find_profile(spec.profile).transport
         logs = Path(spec.run_folder) / LOGS
+        if order.ended_epoch:
+            env = {**env, ENDED_EPOCH: str(order.ended_epoch)}
         plan = RankPlan(command, node, logs / order.attempt, order.attempt, env, order.epoch, transport)
         self.group = RankGroup(plan)
         self._phase: Phase | None = None

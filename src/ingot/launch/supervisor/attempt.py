@@ -34,9 +34,9 @@ from ingot.launch.messages import (
 )
 from ingot.launch.peer_copies.arrange import CopyArrangement
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.cluster import AgentEnded, Cluster, Times
+from ingot.launch.supervisor.cluster import AgentEnded, Cluster, LostNode, Times
 from ingot.launch.supervisor.diagnose import PaceWatch, diagnose
-from ingot.launch.supervisor.node_tests import NodeTests, cause_of_problems
+from ingot.launch.supervisor.node_tests import NodeTests, SpareWatch, cause_of_problems
 from ingot.launch.supervisor.progress import StopFlag
 from ingot.launch.supervisor.records import Cause, Kind, Opened, Phase
 from ingot.launch.supervisor.server import AgentEvent, AgentServer
@@ -79,6 +79,10 @@ class AttemptRun:
         self.pace, self.slow = PaceWatch(), ""
         self.notes: list[str] = []
         self.unfit_spares: dict[str, str] = {}
+        self.ended_epoch = 0
+        """Of the last attempt whose first node has confirmed that its ranks have ended: nobody waits for it. That Slurm
+        calls a node down proves nothing; it may be cut off, and go on."""
+        self.on_lost_spare: Callable[[LostNode], Awaitable[None]] | None = None
 
     async def run(self, spares: Sequence[str], env: Mapping[str, str]) -> Cause:
         try:
@@ -86,7 +90,12 @@ class AttemptRun:
         except Stopped:
             cause = Cause("stopped", "stopped before the first step")
         if cause is None:
-            cause = await self._watch()
+            watch = asyncio.ensure_future(self._watch_spares(spares))
+            try:
+                cause = await self._watch()
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
         return await self._teardown(cause)
 
     def _enter(self, phase: Phase, detail: str = "") -> None:
@@ -193,7 +202,9 @@ class AttemptRun:
 
     def _run_ranks(self, number: int, address: str, port: int) -> RunRanks:
         place, nodes = self.share or (number, len(self.nodes))
-        return RunRanks(self.opened.epoch, self.opened.attempt, place, nodes, address, port, *self.copies.of(number))
+        peer, guest = self.copies.of(number)
+        return RunRanks(self.opened.epoch, self.opened.attempt, place, nodes, address, port, peer, guest,
+                        self.ended_epoch)  # fmt: skip
 
     async def _not_done(self, node: str, answer: Any) -> Cause:
         if isinstance(answer, Failed) and answer.kind in ("lost", "silent"):
@@ -205,6 +216,15 @@ class AttemptRun:
         return Cause(kind, f"{node}: {reason}", node, is_local=kind in ("machine", "device"))
 
     # --- while they run
+
+    async def _watch_spares(self, spares: Sequence[str]) -> None:
+        """Test spares again from time to time: one that has broken is known before it is needed."""
+        watch = SpareWatch(self.server, self.cluster, self.spec, self.nodes[0], spares)
+        while watch.spares:
+            await asyncio.sleep(self.times.recheck)
+            for item in await watch.look():
+                if self.on_lost_spare is not None:
+                    await self.on_lost_spare(item)
 
     async def _watch(self) -> Cause:
         """Until all ranks have ended, or something is wrong."""
@@ -344,6 +364,9 @@ class AttemptRun:
         answers = await self.server.request_all(
             dict.fromkeys(self.nodes, KillRanks(self.opened.epoch)), self.times.teardown
         )
+        first = answers[self.nodes[0]]
+        if isinstance(first, RanksKilled) and not first.left:
+            self.ended_epoch = self.opened.epoch
         left = {node: len(answer.left) for node, answer in answers.items()
                 if isinstance(answer, RanksKilled) and answer.left}  # fmt: skip
         if not left or cause.kind in ("finished", "stopped", "site"):

@@ -45,6 +45,8 @@ class Times:
     """For agents to end."""
     disk: float = 30.0
     """For the shared file system to answer."""
+    recheck: float = 600.0
+    """Between two tests of the spares while the others train."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ingot.launch.preflight.diagnosis import (
 )
 from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor.cluster import Cluster, LostNode
 from ingot.launch.supervisor.records import FINAL_KINDS, Cause, Kind
 from ingot.launch.supervisor.server import AgentServer
 from ingot.plurals import count_of
@@ -34,6 +35,7 @@ READY_SECONDS = 60.0  # for torch to be imported from there
 ROUND_SECONDS = 20.0  # for an all-reduce
 SPARE_SECONDS = 5.0  # longer than the nodes themselves, for spares to do the same
 ANSWER_SECONDS = 2.0  # for an answer to arrive
+SHARED_CHECKS = frozenset({"disk", "data", "config"})  # which may fail for what all nodes share
 
 
 class NodeTests:
@@ -97,6 +99,20 @@ class NodeTests:
                     self.unfit_spares[node] = own[0]
             elif isinstance(answer, Failed) and answer.kind != "lost":
                 self.unfit_spares[node] = answer.reason
+
+    async def check_spares(self, first: str) -> None:
+        """Only the spares; what the first node finds, too, is nobody's fault."""
+        answers = await self.server.request_all(
+            {node: CheckNode(time.time()) for node in self.spares}, CHECK_SECONDS + ANSWER_SECONDS
+        )
+        found = {check for answer in answers.values() if isinstance(answer, NodeChecked) for check in answer.checks}
+        everywhere = found & SHARED_CHECKS
+        if everywhere:  # asked only then: it trains
+            other = await self.server.request(first, CheckNode(time.time()), CHECK_SECONDS + ANSWER_SECONDS)
+            everywhere &= set(other.checks) if isinstance(other, NodeChecked) else everywhere
+        self._note_spares(answers, everywhere)
+        if self.spec.verb == "train":
+            await self._warm_spares()
 
     def _wrong_clocks(self, ahead: Mapping[str, float]) -> list[Problem]:
         if len(ahead) < 2:
@@ -198,6 +214,25 @@ class NodeTests:
         expected = f"the profile expects {usual:g}" if usual else "the profile has no figure"
         nodes = f"all-reduce over {len(self.nodes)} nodes"
         self.result.notes.append(f"{nodes}: {speed:.3g} GB/s of bus bandwidth; {expected}")
+
+
+class SpareWatch:
+    """Spares that wait while the others train."""
+
+    def __init__(self, server: AgentServer, cluster: Cluster, spec: LaunchSpec, first: str, spares: Sequence[str]):
+        self.server, self.cluster, self.spec, self.first, self.spares = server, cluster, spec, first, list(spares)
+
+    async def look(self) -> list[LostNode]:
+        """Test them as before an attempt: memory, disk, devices. Returns those that are not to be used any more; one
+        whose agent alone has ended gets a new one when it is needed."""
+        out = {item.node: item for item in await self.cluster.lost_nodes(self.spares)}
+        if self.spec.preflight:
+            present = [node for node in self.spares if node in self.server.links and node not in out]
+            tests = NodeTests(self.server, self.spec, [], present)
+            await tests.check_spares(self.first)
+            out |= {node: LostNode(node, reason) for node, reason in tests.unfit_spares.items()}
+        self.spares = [node for node in self.spares if node not in out]
+        return list(out.values())
 
 
 def cause_of_problems(result: PreflightResult, nodes: Sequence[str]) -> Cause:

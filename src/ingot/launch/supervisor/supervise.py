@@ -31,7 +31,7 @@ from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIAB
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import AttemptRun
-from ingot.launch.supervisor.cluster import Cluster, Times
+from ingot.launch.supervisor.cluster import Cluster, LostNode, Times
 from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.failure_log import record as record_failure
 from ingot.launch.supervisor.history import attempts_before, read_history
@@ -90,7 +90,7 @@ class Supervisor:
         self.folder = self.launch.path if share is None else self.launch.path / "shares" / share.name
         self.stop = StopFlag()
         self.start = f"{cluster.job}.{cluster.restart}"
-        self.number = 0
+        self.number, self.ended_epoch = 0, 0
         self.staged = spec.stage is None
         self.fatal: Superseded | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -191,10 +191,12 @@ class Supervisor:
         attempt = AttemptRun(
             opened, self.spec, self.server, self.cluster, self.stop, self._note_phase, self.times, share
         )
+        attempt.on_lost_spare, attempt.ended_epoch = self._leave_out, self.ended_epoch
         cause = await self._stage(nodes, spares)
         if cause is None:
             self.server.nodes = frozenset((*nodes, *spares, *self.server.nodes))
             cause = await attempt.run(spares, self.env)
+        self.ended_epoch = attempt.ended_epoch
         for line in attempt.notes:
             self._say(f"preflight: {line}")
         return await self._close(opened, cause, attempt)
@@ -263,7 +265,10 @@ class Supervisor:
         known = read_history(self.state.records).excluded
         for item in await self.cluster.lost_nodes(nodes):
             if item.node not in known:
-                await self._add(Excluded(time=now(), node=item.node, reason=item.reason, is_drained=item.is_drained))
+                await self._leave_out(item)
+
+    async def _leave_out(self, item: LostNode) -> None:
+        await self._add(Excluded(time=now(), node=item.node, reason=item.reason, is_drained=item.is_drained))
 
     # --- ends
 

@@ -6,8 +6,9 @@ long. Ages come from the folder's own file system, so different clocks do not ma
 
 Attempts of a launched run have epochs (INGOT_EPOCH), each higher than the one before. A higher epoch is never refused:
 it takes the file, and waits until what is left of an earlier attempt, on a node that is cut off from the network, say,
-must have noticed. For its part, an owner with an epoch ends its process at once when it finds a higher one, and after
-half a minute in which it could not look.
+must have noticed; it does not wait if that node's agent has confirmed that its ranks have ended (INGOT_ENDED_EPOCH).
+For its part, an owner with an epoch ends its process at once when it finds a higher one, and after half a minute in
+which it could not look.
 """
 
 import json
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 
 from ingot.errors import FencedError, OwnerError, disk_error
-from ingot.parallel.rank_env import EPOCH
+from ingot.parallel.rank_env import ENDED_EPOCH, EPOCH
 from ingot.training.runtime.fence import FENCE_SECONDS, end_process, end_when_silent
 from ingot.training.runtime.run_files import OWNER, STOP
 
@@ -119,6 +120,8 @@ class Lease:
         """Take the file of an earlier attempt, then wait until its owner has seen that, or has given up."""
         touched = self.path.stat().st_mtime_ns
         os.replace(draft, self.path)
+        if owner["epoch"] <= int(os.environ.get(ENDED_EPOCH) or 0):
+            return
         if owner.get("host") == socket.gethostname():
             pid, limit = owner.get("pid"), time.monotonic() + FENCE_SECONDS + MARGIN_SECONDS
             while isinstance(pid, int) and _start_time(pid) == owner.get("started") and time.monotonic() < limit:
