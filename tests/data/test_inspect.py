@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Ingot
 
-from ingot.data.loading.inspect import decoded_samples, describe, find_splits, inspect_dataset, try_loader
+from ingot.data.loading.inspect import decoded_samples, describe, find_splits, inspect_dataset, loader_findings
 from ingot.data.prepare import progress
 from ingot.data.prepare.prepare import prepare
 from ingot.data.tokenizer_training import train_tokenizer
@@ -55,7 +55,7 @@ def test_samples_come_back_as_text(format: str, made: Path) -> None:
 
 @pytest.mark.parametrize("format", ["mds", "indexed"])
 def test_the_loader_reads_it(format: str, made: Path) -> None:
-    told = "\n".join(try_loader(str(made / format), "train", None, 16, 5))
+    told = "\n".join(line for line, _ in loader_findings(str(made / format), "train", None, 16, 5))
     assert "tokens [8, 16]" in told and "samples/s" in told
 
 
@@ -74,7 +74,7 @@ def test_the_verb_prints_what_is_found(made: Path, ingot_here: Ingot) -> None:
 
 def test_a_remote_dataset_is_streamed_to_a_local_folder(made: Path, tmp_path: Path) -> None:
     url = f"file://{made / 'mds'}"
-    told = "\n".join(try_loader(url, "train", tmp_path / "cache", 16, 5))
+    told = "\n".join(line for line, _ in loader_findings(url, "train", tmp_path / "cache", 16, 5))
     assert "samples/s" in told
     assert list((tmp_path / "cache" / "train").glob("shard.*"))
     with pytest.raises(DataError, match="set --local"):

@@ -16,10 +16,10 @@ from typing import IO
 import pytest
 from conftest import TINY
 
-from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
+from ingot.errors import EXIT_CONTINUE
 from ingot.launch.agent import hang_diagnosis
 from ingot.launch.agent.attempt import run_attempt
-from ingot.launch.agent.failure import FAILURE_VARIABLE, OTHER_NODE_FAILED, read_failure
+from ingot.launch.agent.failure import FAILURE_VARIABLE, read_failure
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.rank_group import own_folder
 from ingot.launch.protocol import ATTEMPT_VARIABLE
@@ -43,25 +43,6 @@ def test_a_request_while_the_processes_start_is_not_a_failure(
     outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1")
     thread.join()
     assert (outcome.code, outcome.stop_requested, outcome.failure) == (EXIT_CONTINUE, True, None)
-
-
-def test_a_signal_that_asked_for_nothing_is_a_failure_elsewhere(data: Path, tmp_path: Path) -> None:
-    """srun sends TERM to the tasks that are left when one has failed: that is not a request to save and stop."""
-
-    def end() -> None:
-        while not (tmp_path / "logs" / "rank-1.log").exists():
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=end, daemon=True)
-    thread.start()
-    command = ["train", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", "max_duration=100000ba"]
-    outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1", is_stop_request=lambda signals: False)
-    thread.join()
-    assert outcome.failure is not None and outcome.code == EXIT_FAULT
-    assert (
-        outcome.failure.message == OTHER_NODE_FAILED and outcome.failure.is_consequence
-    )  # and this node is not blamed
 
 
 def test_a_failure_is_recorded_even_if_it_cannot_be_printed(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_two_nodes_are_checked_measured_and_measured_again(tmp_path: Path) -> No
             tmp.mkdir()
             for name in ("n1", "n2"):
                 here.start(name, TMPDIR=str(tmp))
-            checked = [await side.ask(CheckNode(time.time()), name) for name in ("n1", "n2")]
+            checked = [await side.ask(CheckNode(), name) for name in ("n1", "n2")]
             assert checked[0].checks == {} and checked[0].common == checked[1].common
             assert abs(checked[0].node_seconds - time.time()) < 10
             for _ in range(2):  # the second time, they have imported torch
@@ -408,12 +408,12 @@ def test_a_node_without_the_run_folder_or_the_working_directory_says_so(tmp_path
         async with nodes(tmp_path) as here:
             here.spec.unlink()
             here.start()
-            (sentence,) = (await here.side.ask(CheckNode(0.0))).checks.values()
+            (sentence,) = (await here.side.ask(CheckNode())).checks.values()
             assert "does this node share the run folder?" in sentence
             assert "does this node share" in (await here.side.ask(here.order())).reason
             spec(run_folder=str(here.run), workdir=str(tmp_path / "absent"), image=None).write()
             here.start("n2")
-            (sentence,) = (await here.side.ask(CheckNode(0.0), "n2")).checks.values()
+            (sentence,) = (await here.side.ask(CheckNode(), "n2")).checks.values()
             assert str(tmp_path / "absent") in sentence
 
     run(test)

@@ -20,7 +20,7 @@ from ingot.launch.agent.failure import Failure, kind_of
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.node_state import NodeWatch, count_oom_kills, folder_problem
 from ingot.launch.agent.rank_group import RankGroup, RankPlan
-from ingot.training.runtime.heartbeat import EVALUATION, SAVE, Beat, HangBudgets, Heartbeat, read_beat
+from ingot.training.runtime.heartbeat import EVALUATION, SAVE, Beat, HangBudgets, Heartbeat, parse_beat
 
 __all__ = ["freezer"]
 BEAT = """
@@ -243,7 +243,7 @@ def test_each_phase_has_its_own_budget(tmp_path: Path, monkeypatch: pytest.Monke
     heart = Heartbeat(HangBudgets(start=600, step=100, save=420))
 
     def beat() -> Beat:
-        found = read_beat(path)
+        found = parse_beat(path.read_bytes())
         assert found is not None
         return found
 

@@ -17,7 +17,7 @@ from test_slurm_faults import ALL, Watched, usual
 
 from ingot.launch.supervisor import judge
 from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened, Started, StopRequested
-from ingot.training.runtime.heartbeat import read_beat
+from ingot.training.runtime.heartbeat import parse_beat
 
 __all__ = ["cluster", "freezer", "usual", "whole"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("usual")]
@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_before_its_first_step_is_found_by_the_budget_of_the_s
     def has_started() -> bool:
         _, env = rank_process(run, 1)
         try:
-            beat = read_beat(Path(env["INGOT_HEARTBEAT_FILE"]))
+            beat = parse_beat(Path(env["INGOT_HEARTBEAT_FILE"]).read_bytes())
         except (KeyError, OSError):
             return False
         return beat is not None and beat.allowed == 20

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,13 @@ from cluster import Cluster, cluster
 from conftest import TINY
 from runs import assert_as_if_nothing_happened
 from test_slurm import Launched, whole
+from waiting import wait_until
 
-from ingot.errors import EXIT_FAULT
-from ingot.launch.agent.attempt import run_attempt
 from ingot.launch.agent.local_ranks import Node
+from ingot.launch.agent.rank_group import RankGroup, RankPlan
 from ingot.launch.build_spec import strikes
 from ingot.launch.preflight.transport import TransportWatch, chosen_transport, fallback
-from ingot.launch.supervisor.failure_log import node_name, read_failures, record
+from ingot.launch.supervisor.failure_log import read_failures, record
 
 __all__ = ["cluster", "whole"]
 HOOK = str(Path(__file__).parent / "hook")
@@ -76,7 +77,7 @@ def test_logs_are_watched_until_each_rank_has_said_what_it_uses(tmp_path: Path) 
     assert not TransportWatch("socket", logs).unknown and not TransportWatch("gloo", logs).unknown
 
 
-def test_two_processes_of_which_one_falls_back_are_ended_and_the_node_is_named(
+def test_of_two_processes_the_one_that_falls_back_is_named_and_its_log_kept(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", HOOK)
@@ -84,10 +85,13 @@ def test_two_processes_of_which_one_falls_back_are_ended_and_the_node_is_named(
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "nccl-0.log").write_text(SOCKET)  # of an earlier attempt
     command = ["train", *TINY, f"data={data}", f"save_folder={tmp_path / 'run'}", "max_duration=100000ba"]
-    outcome = run_attempt(command, Node(2, 2), tmp_path / "logs", "1", transport="efa")
-    assert outcome.failure is not None and outcome.code == EXIT_FAULT
-    assert (outcome.rank, outcome.failure.kind, outcome.failure.is_consequence) == (1, "transport", False)
-    assert outcome.failure.message.startswith(f"{node_name()}: NCCL must use efa and its log says socket")
+    with closing(
+        RankGroup(RankPlan(command, Node(2, 2), tmp_path / "logs", "1", os.environ, transport="efa"))
+    ) as group:
+        group.start()
+        wait_until(group.transport.wrong, seconds=60)
+        assert group.transport.found is not None and group.transport.found[0] == 1
+        assert group.evidence().transport.startswith("NCCL must use efa and its log says socket")
     assert not (tmp_path / "logs" / "nccl-0.log").exists()  # gloo writes none
     assert "Using network Socket" in (tmp_path / "logs" / "nccl-1.log").read_text()
 

@@ -64,9 +64,6 @@ class Refused(_Message, frozen=True, tag="refused"):
 class CheckNode(_Message, frozen=True, tag="check-node"):
     """Examine the node: its disk, memory, descriptors, GPUs, and what must be the same everywhere."""
 
-    supervisor_seconds: float
-    """The supervisor's clock when it sent this, from which the node's clock offset follows."""
-
 
 class NodeChecked(_Message, frozen=True, tag="node-checked"):
     checks: dict[str, str]

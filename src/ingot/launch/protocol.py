@@ -114,10 +114,6 @@ class Job:
     time: str
 
 
-def job_of(attempt: str) -> str:
-    return attempt.partition(".")[0]
-
-
 class LaunchFolder:
     """The launcher's folder in a run folder."""
 

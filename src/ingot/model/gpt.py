@@ -120,7 +120,7 @@ class GPT(nn.Module):
         self, config: ModelConfig, layers: range | None = None, has_embedding: bool = True, has_head: bool = True
     ):
         super().__init__()
-        self.config, self.has_embedding, self.has_head = config, has_embedding, has_head
+        self.config, self.has_head = config, has_head
         if has_embedding or (has_head and config.tie_word_embeddings):
             self.wte = _embedding(config.vocab_rows, config.d_model)
         if has_embedding and config.positions == "learned":

@@ -16,7 +16,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * factors[unit])
 
 
-def format_bytes(count: float, unit: str | None = None) -> str:
-    """A number of bytes to one decimal place, in the given unit or the largest decimal one that fits."""
-    unit = unit or next((u for u in ("TB", "GB", "MB", "kB") if abs(count) >= UNITS[u]), "B")
+def format_bytes(count: float) -> str:
+    """A number of bytes to one decimal place, in the largest decimal unit that fits."""
+    unit = next((u for u in ("TB", "GB", "MB", "kB") if abs(count) >= UNITS[u]), "B")
     return f"{count / UNITS[unit]:,.{0 if unit == 'B' else 1}f} {unit}"

@@ -178,12 +178,6 @@ def decoded_samples(path: str, split: str | None, local: Path | None, seq_len: i
         yield tokenizer.decode(row[: int((label != IGNORE).sum()) + 1][: len(row)])
 
 
-def try_loader(path: str, split: str | None, local: Path | None, seq_len: int, batches: int) -> Iterator[str]:
-    """Lines about reading shuffled batches as training does."""
-    for line, _ in loader_findings(path, split, local, seq_len, batches):
-        yield line
-
-
 def loader_findings(path: str, split: str | None, local: Path | None, seq_len: int, batches: int) -> Iterator[Finding]:
     """Read shuffled batches as training does, and measure the speed."""
     dataset, _ = _open(path, split, local, seq_len)

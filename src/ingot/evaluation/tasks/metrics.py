@@ -17,21 +17,20 @@ from ingot.evaluation.tasks.prompts import Question
 from ingot.evaluation.tasks.scoring import RowScore
 
 PREFIX = "InContextLearning"
-LM_ACCURACY, CHOICE_ACCURACY = f"{PREFIX}LMAccuracy", f"{PREFIX}MultipleChoiceAccuracy"
+LM_ACCURACY = f"{PREFIX}LMAccuracy"
+"""Share of questions whose continuation is, token by token, what the model finds most likely."""
+CHOICE_ACCURACY = f"{PREFIX}MultipleChoiceAccuracy"
+"""Share of questions whose right choice has the lowest perplexity (mean over its tokens)."""
 EXACT_MATCH = f"{PREFIX}GenerationExactMatchAccuracy"
-LM_CALIBRATION, CHOICE_CALIBRATION = f"{PREFIX}LMExpectedCalibrationError", f"{PREFIX}MCExpectedCalibrationError"
-GOLD_BITS, GOLD_PROBABILITY = "GoldBitsPerByte", "GoldProbability"
-METRICS = {
-    LM_ACCURACY: "Share of questions whose continuation is, token by token, what the model finds most likely.",
-    CHOICE_ACCURACY: "Share of questions whose right choice has the lowest perplexity (mean over its tokens).",
-    EXACT_MATCH: "Share of questions whose generated answer starts with a right answer.",
-    LM_CALIBRATION: "Expected calibration error of LMAccuracy, over 10 buckets of confidence.",
-    CHOICE_CALIBRATION: "Expected calibration error of MultipleChoiceAccuracy, over 10 buckets of confidence.",
-    GOLD_BITS: "Bits per byte of the right answer, its leading space included: mean over questions.",
-    GOLD_PROBABILITY: "Probability of the right choice among the choices: softmax of their log-likelihoods, mean.",
-}
-"""Every metric of a task, and what it means."""
-
+"""Share of questions whose generated answer starts with a right answer."""
+LM_CALIBRATION = f"{PREFIX}LMExpectedCalibrationError"
+"""Expected calibration error of LMAccuracy, over 10 buckets of confidence."""
+CHOICE_CALIBRATION = f"{PREFIX}MCExpectedCalibrationError"
+"""Expected calibration error of MultipleChoiceAccuracy, over 10 buckets of confidence."""
+GOLD_BITS = "GoldBitsPerByte"
+"""Bits per byte of the right answer, its leading space included: mean over questions."""
+GOLD_PROBABILITY = "GoldProbability"
+"""Probability of the right choice among the choices: softmax of their log-likelihoods, mean."""
 
 _OLD_NAMES = {"InContextLearningQAAccuracy": EXACT_MATCH}  # of question_answering, until LLM Foundry v0.8
 

@@ -1,7 +1,7 @@
 """Perplexity and bits per byte of any text: each document on its own, every token scored once."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ingot.data.tokenizer import Tokenizer
@@ -30,15 +30,14 @@ class TextScore:
 
 
 def score_text(
-    label: str, documents: Iterable[str], scorer: QuestionScorer, tokenizer: Tokenizer, row_length: int,
-    progress: Callable[[int], None] = lambda tokens: None,
-) -> TextScore:  # fmt: skip
+    label: str, documents: Iterable[str], scorer: QuestionScorer, tokenizer: Tokenizer, row_length: int
+) -> TextScore:
     """Score documents. A long one is cut into windows, which start with the last token of the window before."""
     score, held = TextScore(label), list[list[PromptRow]]()
     start = tokenizer.eos_id  # what the model saw before a document when it was trained
 
     def flush() -> None:
-        for rows in scorer.score(held, progress):
+        for rows in scorer.score(held, lambda tokens: None):
             score.nats -= sum(row.log_likelihood for row in rows)
         held.clear()
 

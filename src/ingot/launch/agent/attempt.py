@@ -10,16 +10,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_CONTINUE, EXIT_FAULT
-from ingot.launch.agent.failure import OTHER_NODE_FAILED, Failure
+from ingot.launch.agent.failure import Failure
 from ingot.launch.agent.hang_diagnosis import explain_hang
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.rank_group import NO_FAILURE, RankGroup, RankPlan
-from ingot.launch.supervisor.failure_log import node_name
 from ingot.training.runtime.hangup import ignores_hangup, leave_terminal
 
 POLL_SECONDS = 0.02
@@ -52,25 +51,19 @@ def run_attempt(
     node: Node,
     logs: Path,
     attempt: str,
-    others_failed: Callable[[], bool] = lambda: False,
-    transport: str = "",
-    is_stop_request: Callable[[Sequence[int]], bool] = lambda signals: True,
     env: Mapping[str, str] = os.environ,
 ) -> Outcome:
     """Run `ingot ARGUMENTS` in every rank of this machine until all have ended or one has failed.
 
-    others_failed: whether ranks on another machine have failed, without which these cannot continue
-    transport: what NCCL must use between nodes; empty if it does not matter
-    is_stop_request: whether these signals asked the run to stop; srun sends TERM to end the rest of a failed step
     env: the environment of the ranks, apart from the variables that make them ranks
     """
-    group = RankGroup(RankPlan(arguments, node, logs, attempt, env, transport=transport))
+    group = RankGroup(RankPlan(arguments, node, logs, attempt, env))
     try:
         with _forward_signals(group) as signals:
             group.start()
             if signals:  # that came before all had started
                 group.signal(signals[0])
-            found = _watch(group, others_failed)
+            found = _watch(group)
             # before anything is killed: a rank that cannot die must not hide why another has failed
             codes, beats = group.codes(), group.beats()
             failures = {rank: group.failure(rank, code) for rank, code in codes.items() if code not in NO_FAILURE}
@@ -83,17 +76,13 @@ def run_attempt(
     # a rank that was killed could not write a time; one that lost its peer failed because another did
     rank, failure = min(failures.items(), key=lambda item: (item[1].is_consequence, item[1].time))
     if signals and (codes.get(rank) in KILLED_BY_REQUEST or failure.is_consequence):
-        if is_stop_request(signals):
-            return Outcome(EXIT_CONTINUE, True)  # the signal came before the rank handled signals: not a failure
-        if not failure.is_consequence:
-            failure = Failure(OTHER_NODE_FAILED, "machine", EXIT_FAULT, sys.float_info.max)
+        return Outcome(EXIT_CONTINUE, True)  # the signal came before the rank handled signals: not a failure
     beat = beats.get(rank)
     return Outcome(EXIT_FAULT, bool(signals), rank, failure, beat.batch + 1 if beat is not None else -1)
 
 
-def _watch(group: RankGroup, others_failed: Callable[[], bool]) -> tuple[int, Failure] | None:
-    """Wait until all have ended or the first has failed. Returns a failure that exit codes do not show: a hang, a slow
-    transport, or ranks that failed on another machine."""
+def _watch(group: RankGroup) -> tuple[int, Failure] | None:
+    """Wait until all have ended or the first has failed. Returns a failure that exit codes do not show: a hang."""
     checked = time.monotonic()
     while group.living():
         if group.failed():
@@ -104,11 +93,6 @@ def _watch(group: RankGroup, others_failed: Callable[[], bool]) -> tuple[int, Fa
             was_asleep = now - checked > 4 * CHECK_SECONDS  # this machine or process: the ranks get another chance
             if not was_asleep and (found := _find_hang(group)):
                 return found
-            if wrong := group.transport.wrong():
-                return wrong[0], Failure(f"{node_name()}: {wrong[1]}", "transport", EXIT_FAULT, time.time())
-            if others_failed():
-                first = min(group.processes)
-                return first, Failure(OTHER_NODE_FAILED, "machine", EXIT_FAULT, sys.float_info.max)
             checked = time.monotonic()
         time.sleep(POLL_SECONDS)
     return None

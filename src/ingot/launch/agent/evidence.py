@@ -21,8 +21,6 @@ class RankEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
     """The batch that it was working on."""
     late_seconds: float = 0.0
     """How long its heartbeat is overdue; 0 if it is on time."""
-    silent_seconds: float = 0.0
-    """Since its last heartbeat."""
     phase: str = ""
     """What it was doing by its heartbeat: start, step, evaluation, save."""
     own_seconds: float = 0.0

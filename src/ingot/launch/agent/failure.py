@@ -35,7 +35,6 @@ PROGRAM_TEXTS = re.compile(
 # what a collective reports when its peer is gone: a consequence of the failure, not its cause
 LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "nccl",
              "connection was likely closed")  # fmt: skip
-OTHER_NODE_FAILED = "a process on another machine failed"
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,7 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        return self.kind not in ("transport", "device") and any(
-            text in self.message.lower() for text in (*LOST_PEER, OTHER_NODE_FAILED)
-        )
+        return self.kind not in ("transport", "device") and any(text in self.message.lower() for text in LOST_PEER)
 
 
 def exit_code_of(action: Callable[[], int], hint: str = "") -> int:

@@ -173,7 +173,6 @@ class RankGroup:
             if beat is not None:
                 late = max(0.0, beat.late(now)) if rank in living else 0.0
                 found = replace(found, batch=beat.batch + 1, late_seconds=late, phase=beat.phase,
-                                silent_seconds=now - beat.at if rank in living else 0.0,
                                 own_seconds=beat.own_seconds, world_collectives=beat.world_collectives,
                                 collectives=beat.collectives)  # fmt: skip
             if code is not None and (failure := read_written(self.folder / str(rank))) is not None:

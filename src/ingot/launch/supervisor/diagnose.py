@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
-from ingot.launch.agent.failure import LOST_PEER, OTHER_NODE_FAILED, is_device_error
+from ingot.launch.agent.failure import LOST_PEER, is_device_error
 from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.records import Cause, Kind
 from ingot.plurals import count_of
@@ -65,7 +65,7 @@ def diagnose(
         or _lost(nodes, {node: lost[node] for node in nodes if node in lost}, set(cut_off))
         or _device(named, ranks)
         or _transport(named)
-        or _failed(nodes, named, ranks)
+        or _failed(named, ranks)
         or _hanging(ranks, hang)
         or _consequences(ranks)
         or _unknown(nodes, named, hang)
@@ -82,9 +82,7 @@ def is_consequence(rank: RankEvidence) -> bool:
     text = rank.message.lower()
     if rank.kind in ("device", "transport", "site"):
         return False
-    return (not text and rank.exit_code == KILLED_BY_PEER) or any(
-        part in text for part in (*LOST_PEER, OTHER_NODE_FAILED)
-    )
+    return (not text and rank.exit_code == KILLED_BY_PEER) or any(part in text for part in LOST_PEER)
 
 
 def diagnose_unfinished(history: History, down: Mapping[str, str], back: Mapping[str, str]) -> Cause:
@@ -170,7 +168,7 @@ def _transport(named: Mapping[str, NodeEvidence]) -> Cause | None:
     )
 
 
-def _failed(nodes: Sequence[str], named: Mapping[str, NodeEvidence], ranks: Sequence[_Found]) -> Cause | None:
+def _failed(named: Mapping[str, NodeEvidence], ranks: Sequence[_Found]) -> Cause | None:
     """Ranks that failed by themselves. Clocks of different nodes are not compared."""
     own = [found for found in ranks if found.rank.exit_code not in (None, 0, 75) and not is_consequence(found.rank)]
     spoken = [found for found in own if found.rank.message and found.rank.exit_code is not None and found.rank.kind]

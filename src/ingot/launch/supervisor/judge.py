@@ -27,7 +27,6 @@ MAX_ALIKE, MAX_ATTEMPTS, MAX_STARTS = 3, 20, 20
 EXTRA_SWAPS = 2  # nodes replaced within a day, in addition to the spares
 BACK_OFF_SECONDS = (0.0, 2.0, 10.0)  # before a new attempt on the same nodes
 SITE_FIRST_SECONDS, SITE_MOST_SECONDS, SITE_TOTAL_SECONDS = 10.0, 600.0, 3600.0
-ENDS = ("finish", "stop", "halt")
 
 LEFT_OUT_AT_ONCE = ("device", "silent", "transport")
 """Kinds that stay with the node: without it the job goes on, or goes back into the queue."""

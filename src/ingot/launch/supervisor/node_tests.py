@@ -60,9 +60,7 @@ class NodeTests:
     async def _check(self) -> list[Problem]:
         asked = {node: time.time() for node in (*self.nodes, *self.spares)}
         clocks: dict[str, float] = {}
-        answers = await self.server.request_all(
-            {node: CheckNode(at) for node, at in asked.items()}, CHECK_SECONDS + ANSWER_SECONDS
-        )
+        answers = await self.server.request_all(dict.fromkeys(asked, CheckNode()), CHECK_SECONDS + ANSWER_SECONDS)
         own = {node: answers[node] for node in self.nodes}
         found: dict[str, NodeChecked] = {}
         problems: list[Problem] = []

@@ -130,11 +130,6 @@ def collectives_joined() -> tuple[int, int]:
     return (counts.get(groups.default_pg, 0) if groups is not None else 0), sum(counts.values())
 
 
-def read_beat(path: Path) -> Beat | None:
-    """The last beat in a file; None before the first."""
-    return parse_beat(path.read_bytes())
-
-
 def parse_beat(content: bytes) -> Beat | None:
     """The last beat, by the content of a rank's file."""
     if len(content) < FORMAT.size:
