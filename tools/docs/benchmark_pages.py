@@ -32,6 +32,8 @@ def pages(results: Path) -> dict[str, str]:
         "checkpoints.svg": checkpoint_chart(saves),
         "recovery.md": recovery_table(faults, launch),
         "recovery.svg": recovery_chart(faults, launch),
+        "restarts.md": restart_table(_read(results, "recovery")),
+        "restarts-at-scale.md": restart_estimate(_read(results, "recovery")),
         "cuda-graphs.md": graph_table(graphs),
         "cuda-graphs.svg": graph_chart(graphs),
         "profile.md": profile_table(gpu),
@@ -347,3 +349,23 @@ def recovery_table(faults: Any, launch: Any) -> str:
 def recovery_chart(faults: Any, launch: Any) -> str:
     seconds = _recovery(faults, launch)
     return bars([what.replace("`", "") for what in seconds], list(seconds.values()), "seconds", peers=False)
+
+
+def restart_table(found: Any) -> str:
+    rows: list[list[object]] = [
+        [failure, "host memory" if run["from_host_memory"] else "checkpoint or start", f"{run['detected']:.0f}",
+         f"{run['back']:.0f}", f"{run['steps_lost']:.0f}"]
+        for failure, run in found["measured"].items()
+    ]  # fmt: skip
+    return table(["failure", "continues from", "seconds to the judgment", "seconds to the next step", "steps repeated"],
+                 rows)  # fmt: skip
+
+
+def restart_estimate(found: Any) -> str:
+    now, before = found["computed"]["at_1024_nodes"], found["computed"]["at_1024_nodes_before"]
+    rows: list[list[object]] = [
+        [failure, now[failure]["formula"], *(f"{side[failure][part]:,}" for part in ("seconds_away", "seconds_repeated")
+                                             for side in (now, before))]
+        for failure in now
+    ]  # fmt: skip
+    return table(["failure", "formula: away; repeated", "away, s", "before", "repeated, s", "before"], rows)

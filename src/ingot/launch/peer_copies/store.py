@@ -6,6 +6,7 @@ A guest has two slots for each rank, as the ranks themselves have: while a copy 
 
 import socket
 import threading
+import time
 from contextlib import suppress
 
 from ingot.checkpoint.copy_memory import SLOTS, CopyKeeper, CopyMemory, CopyRecord
@@ -21,6 +22,7 @@ from ingot.launch.peer_copies.wire import (
 )
 
 MAX_CONNECTIONS = 8
+ACCEPT_PAUSE = 0.5
 NOBODY = -1
 
 
@@ -31,6 +33,7 @@ class PeerStore:
         self.job, self.own = job, own
         self.own_node_rank = self.guest = NOBODY
         self._copies = CopyKeeper(0)
+        self._is_closed = False
         self._lock = threading.RLock()
         self._arriving = threading.Lock()
         self._lines: set[PeerLine] = set()
@@ -58,6 +61,7 @@ class PeerStore:
             return sum(memory.bytes_in_use() for memory in self._copies.memories)
 
     def close(self) -> None:
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -74,10 +78,12 @@ class PeerStore:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            line = PeerLine(connection)
+                line = PeerLine(self._listener.accept()[0])
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(ACCEPT_PAUSE)  # out of descriptors, say
+                continue
             with self._lock:
                 accepted = len(self._lines) < MAX_CONNECTIONS
                 if accepted:
