@@ -346,6 +346,21 @@ def test_memory_for_the_first_save_is_prepared_once_unless_that_would_gather_all
     assert len(calls) == prepared
 
 
+def test_optimizer_state_of_a_parameter_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    config = load_config(RunConfig, [*TINY, "data=x", f"save_folder={tmp_path}"])
+    kept = {MODEL: {"x": torch.ones(4)}, OPTIMIZER: {"exp_avg/x": torch.ones(4), "exp_avg/y": torch.ones(4)}}
+    manifest = read_manifest(save_checkpoint(tmp_path, 1, kept, {}))
+    weight = torch.zeros(4)
+    executor: Any = SimpleNamespace(
+        parameters=[NamedParameter("x", weight)], parameter_shapes={"x": (4,)}, coordinator=LocalCoordinator(),
+        layout=Layout(), rank_env=RankEnv(),
+    )  # fmt: skip
+    unused: Any = None
+    saving = Checkpointer(config, unused, executor, Optimizer(config.optimizer, {weight: "x"}), unused)
+    with pytest.raises(CheckpointError, match="has optimizer state for y, which the model lacks"):
+        saving.load(manifest)
+
+
 def test_a_checkpoint_holds_the_weights_of_its_step_however_slow_the_copy(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

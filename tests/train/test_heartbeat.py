@@ -3,7 +3,14 @@
 import torch
 import torch.distributed as dist
 
-from ingot.training.runtime.heartbeat import collectives_joined
+from ingot.training.runtime.heartbeat import FORMAT, collectives_joined, parse_beat
+
+
+def test_a_beat_is_read_once_it_is_whole() -> None:
+    whole = FORMAT.pack(1.0, 2.0, 0.5, 7, 0, 0.25, 3, 4)
+    beat = parse_beat(whole)
+    assert beat is not None and (beat.batch, beat.own_seconds, beat.collectives) == (7, 0.25, 4)
+    assert parse_beat(whole[:-1]) is None and parse_beat(bytes(FORMAT.size)) is None
 
 
 def test_collectives_are_counted_for_all_ranks_and_over_all_groups() -> None:
