@@ -92,7 +92,10 @@ def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(da
     run.end(code=75)
 
 
-@pytest.mark.parametrize("nproc", [0, 2])  # 0: no launcher, the command itself trains
+LAUNCHED = [0, pytest.param(2, marks=pytest.mark.slow)]  # 0: no launcher, the command itself trains
+
+
+@pytest.mark.parametrize("nproc", LAUNCHED)
 def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path, nproc: int) -> None:
     run = Run(data, tmp_path / "run", nproc=nproc, **SLOW_STEPS)
     if not nproc:
@@ -122,7 +125,7 @@ def test_nohup_keeps_a_run_going_after_a_hangup(data: Path, tmp_path: Path) -> N
     assert (run.folder / "FINISHED").exists()
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
+@pytest.mark.parametrize("nproc", LAUNCHED)
 def test_a_stop_during_start_up_is_honored_and_one_from_before_is_not(data: Path, tmp_path: Path, nproc: int) -> None:
     run = Run(data, tmp_path / "run", "max_duration=2ba", nproc=nproc)
     if not nproc:

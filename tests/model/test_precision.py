@@ -70,10 +70,17 @@ def test_an_embedding_adds_its_gradient_where_the_others_add_theirs() -> None:
         assert torch.equal(layer(tokens[0]), plain(tokens[0]))
 
 
-@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+KINDS: list[dict] = [{"positions": "learned"}, {"positions": "alibi"}, {"positions": "rotary"},
+                     {"positions": "rotary", "document_mask": True, "document_positions": True, "eos_token_id": 7}]  # fmt: skip
+RECOMPUTED = [None, "full", "selective"]
+
+
 @pytest.mark.parametrize(
-    "more", [{"positions": "learned"}, {"positions": "alibi"}, {"positions": "rotary"},
-             {"positions": "rotary", "document_mask": True, "document_positions": True, "eos_token_id": 7}]
+    ("more", "recompute"),
+    [  # each kind and each amount once; all pairs with the slow tests
+        pytest.param(more, recompute, marks=[] if (k - r) % 3 == 0 else pytest.mark.slow)
+        for k, more in enumerate(KINDS) for r, recompute in enumerate(RECOMPUTED)
+    ],
 )  # fmt: skip
 def test_a_model_is_compiled_in_one_piece(more: dict, recompute: str | None) -> None:
     torch._dynamo.reset()  # each of these is another program of the same code
