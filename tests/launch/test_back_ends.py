@@ -16,10 +16,10 @@ from specs import put_on_path
 
 from ingot.launch.kubernetes.kubectl import state_of
 from ingot.launch.monitor.job_states import JobState, is_living, job_states
-from ingot.launch.monitor.status import Status, _pieces, read_status
+from ingot.launch.monitor.status import Status, read_status
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import read_spec
-from ingot.launch.supervisor.progress import newest_checkpoint
+from ingot.launch.supervisor.progress import newest_checkpoint, pieces_done
 
 # answers `get` with the file `object`, keeps what is applied in `applied`
 KUBECTL = """
@@ -105,10 +105,10 @@ def test_a_preparation_that_ends_while_its_journals_are_read_is_not_an_error(tmp
     work = tmp_path / ".train.partial"
     work.mkdir()
     (work / "journal-0.jsonl").write_text('{"task": "tokenize"}\n{"task": "write"}\n')
-    assert _pieces(tmp_path / "run") == 1
+    assert pieces_done(tmp_path / "run") == 1
     (work / "journal-0.jsonl").unlink()
     (work / "journal-0.jsonl").symlink_to("gone")  # as listed, and gone when it is read
-    assert _pieces(tmp_path / "run") == 0
+    assert pieces_done(tmp_path / "run") == 0
 
 
 @pytest.mark.parametrize(
