@@ -101,12 +101,12 @@ class NodeTests:
     async def check_spares(self, first: str) -> None:
         """Only the spares; what the first node finds, too, is nobody's fault."""
         answers = await self.server.request_all(
-            {node: CheckNode(time.time()) for node in self.spares}, CHECK_SECONDS + ANSWER_SECONDS
+            {node: CheckNode() for node in self.spares}, CHECK_SECONDS + ANSWER_SECONDS
         )
         found = {check for answer in answers.values() if isinstance(answer, NodeChecked) for check in answer.checks}
         everywhere = found & SHARED_CHECKS
         if everywhere:  # asked only then: it trains
-            other = await self.server.request(first, CheckNode(time.time()), CHECK_SECONDS + ANSWER_SECONDS)
+            other = await self.server.request(first, CheckNode(), CHECK_SECONDS + ANSWER_SECONDS)
             everywhere &= set(other.checks) if isinstance(other, NodeChecked) else everywhere
         self._note_spares(answers, everywhere)
         if self.spec.verb == "train":
