@@ -249,6 +249,20 @@ def test_a_peer_that_is_away_is_mentioned_once_and_gets_the_next_copy(
     wait_until(lambda: one.store.held() == [(5, "a")])
 
 
+def test_copies_that_come_faster_than_they_can_be_sent_are_mentioned_once(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes
+    monkeypatch.setattr(sender, "MIN_BYTES_PER_SECOND", RANKS * SIZE / 2.0)
+    monkeypatch.setattr(sender, "MAX_BYTES_PER_SECOND", RANKS * SIZE / 2.0)
+    two.send_to(one.address)
+    for step in range(5, 17):
+        write_all(two.own, step)
+        time.sleep(0.4)
+    assert len(two.problems) == 1
+    assert "faster than they can be sent" in two.problems[0] or "its hash differs" in two.problems[0]
+
+
 def test_a_node_keeps_the_copies_of_one_other_and_forgets_those_of_an_earlier_guest(nodes: tuple[Node, Node]) -> None:
     one, two = nodes
     two.send_to(one.address)

@@ -62,12 +62,21 @@ class CopySender:
                     continue
                 try:
                     self._send(newest)
-                    self.sent, self._has_problem = newest, False
+                    self.sent = newest
+                    kept = self.keeper.complete()
+                    if newest not in kept and any(c[0] > newest[0] and c[1] == newest[1] for c in kept):
+                        self._tell(f"copies are made faster than they can be sent to {self.address}: those there are "
+                                   "too old to be of use; raise snapshot_interval")  # fmt: skip
+                    else:
+                        self._has_problem = False
                 except PeerError as error:
                     pause = RETRY_SECONDS
-                    if not self._stopping.is_set() and not self._has_problem:
-                        self._has_problem = True
-                        self._on_problem(f"the copy of step {newest[0]} was not sent to {self.address}: {error}")
+                    self._tell(f"the copy of step {newest[0]} was not sent to {self.address}: {error}")
+
+    def _tell(self, problem: str) -> None:
+        if not self._stopping.is_set() and not self._has_problem:
+            self._has_problem = True
+            self._on_problem(problem)
 
     def _newest(self) -> tuple[int, str] | None:
         """The newest copy that all ranks of this node have and that is meant to leave it."""
