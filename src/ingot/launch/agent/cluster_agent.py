@@ -62,6 +62,7 @@ from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor.failure_log import node_name
 
 RETRY_SECONDS = 0.5
+CHECK_SECONDS = 15.0  # for what reads files; the supervisor waits 30 s
 LOOK_SECONDS = 0.1  # between two looks at the ranks
 
 
@@ -229,7 +230,11 @@ class ClusterAgent:
 
     async def _check(self, now: float) -> NodeChecked | ProbeReady:
         try:
-            report = await asyncio.to_thread(self._checks().check)
+            async with asyncio.timeout(CHECK_SECONDS):
+                report = await asyncio.to_thread(self._checks().check)
+        except TimeoutError:
+            hangs = f"{self.run_folder} has not answered for {CHECK_SECONDS:g} s, or another disk that the checks read"
+            return NodeChecked({"disk": hangs}, {}, now)
         except (IngotError, OSError) as error:
             return NodeChecked({"environment": str(error)}, {}, now)
         return NodeChecked(report.checks, report.common, now)

@@ -12,7 +12,7 @@ from ingot.launch.supervisor.failure_log import node_name
 
 KERNEL_LOG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-FOLDER_SECONDS = 5.0  # for a file system to answer
+FOLDER_SECONDS = 3.0  # for a file system to answer; the supervisor waits 5 s for all that an agent knows
 MAX_LINES = 20
 # A GPU, its memory or its driver is at fault. Xid 13, 31, 43 and 45 also follow from errors of a program.
 DEVICE_LINES = re.compile(

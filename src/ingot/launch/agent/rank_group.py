@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ NO_FAILURE = (0, EXIT_CONTINUE)
 TEMPORARY, LOCK = "ingot-launch-", "lock"
 KILL_SECONDS = 10.0  # for killed ranks to disappear
 KILL_POLL_SECONDS = 0.02
+KEEP_SECONDS = 2.0  # for the shared disk to take a few stacks
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # before a fork: other threads may hold locks
 
 
@@ -210,7 +212,9 @@ class RankGroup:
         """Kill what still runs, and remove what the ranks left on this machine; the logs of a failure are kept."""
         self.kill(seconds)
         if any(code not in NO_FAILURE for code in self.codes().values()):
-            self.keep_stacks()
+            keeping = threading.Thread(target=self.keep_stacks, daemon=True)
+            keeping.start()
+            keeping.join(KEEP_SECONDS)
         self.watch.close()
         self.clock.close()
         for file in self._beats.values():
