@@ -14,7 +14,7 @@ from ingot.launch.supervisor.state_file import current_launch
 
 CAUSES: dict[str, set[str]] = {
     "kill": {"machine"}, "segfault": {"machine"}, "exception": {"program"}, "device": {"device"},
-    "agent": {"lost", "silent"}, "node": {"lost", "silent", "supervisor"}, "drain": set(), "supervisor": {"supervisor"},
+    "agent": {"lost", "silent"}, "node": {"lost", "silent"}, "drain": set(), "supervisor": {"supervisor"},
     "requeue": {"stopped", "supervisor"}, "usr2": {"stopped"}, "ingot stop": {"stopped"}, "scancel": {"stopped"},
     "controller": {"site"}, "disk": {"site"}, "cable": {"lost", "silent", "supervisor"}, "stage": {"user"},
     "workdir": {"machine", "user", "silent"},
