@@ -214,7 +214,7 @@ class LightCluster:
         self.tasks: list[asyncio.Task[None]] = []
         self.lost: list[LostNode] = []
         self.back: dict[str, str] = {}
-        self.ended_steps = 0
+        self.ended_steps, self.abandoned = 0, False
         self.staging: dict[str, str] = {}
         self.requeued: list[list[str]] = []
         self.handed_over: list[list[str]] = []
@@ -235,6 +235,10 @@ class LightCluster:
     async def stage(self) -> dict[str, str]:
         return self.staging
 
+    @property
+    def started_anything(self) -> bool:
+        return bool(self.all_agents)
+
     async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
         for node in nodes:
             behavior = self.of(node)
@@ -252,6 +256,9 @@ class LightCluster:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def abandon_steps(self) -> None:
+        self.abandoned = True
 
     async def end_earlier_steps(self) -> None:
         await self.end_agents()

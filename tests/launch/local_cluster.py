@@ -66,6 +66,9 @@ class LocalCluster:
             agent.kill()
             agent.wait()
 
+    async def abandon_steps(self) -> None:
+        pass
+
     async def end_earlier_steps(self) -> None:
         await self.end_agents()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from specs import put_on_path, spec
 
+from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm import deputy
 from ingot.launch.slurm.allocation import SlurmCluster
@@ -225,3 +226,79 @@ def test_what_a_killed_supervisor_has_started_is_ended_and_the_script_is_not(
     asyncio.run(SlurmCluster(launched, {**os.environ, **LAST_OF_ARRAY}).end_earlier_steps())
     assert '"--jobs=7_1"' in asked.read_text()
     assert killed.read_text() == '["--signal=KILL", "7_1.0", "7_1.12"]\n'
+
+
+SRUN = """
+import signal, subprocess, time
+node = sys.argv[4].partition("=")[2]
+open({folder!r} + "/started-" + node, "a").write("x")
+def ended(*_):
+    open({folder!r} + "/step-ended", "a").write(node)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, ended)
+if os.fork() == 0:  # srun's child, which ends the step when srun is killed
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    open({folder!r} + "/step-ended", "a").write(node)
+    sys.exit()
+if {ends}:
+    print("srun: error: " + node + ": task 0: Killed", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+AGENT_ENV = {ADDRESS_VARIABLE: "n1:1"}
+
+
+def sruns(launched: LaunchSpec, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: bool = False) -> SlurmCluster:
+    """A cluster whose srun runs until it is told to end, and says of its task that it was killed."""
+    put_on_path(monkeypatch, folder / "bin", "srun", SRUN.format(folder=str(folder), ends=ends))
+    return SlurmCluster(launched, {**os.environ, "SLURM_JOB_ID": "1"})
+
+
+async def appears(path: Path, content: str) -> None:
+    async with asyncio.timeout(20):
+        while not path.exists() or path.read_text() != content:
+            await asyncio.sleep(0.02)
+
+
+def test_an_orphan_ends_its_srun_and_not_the_step(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor in the queue has a step of the same number, which srun's end would be the end of."""
+
+    async def start(abandon: bool) -> None:
+        cluster = sruns(launched, tmp_path, monkeypatch)
+        await cluster.start_agents(["n1"], AGENT_ENV)
+        await appears(tmp_path / "started-n1", "x" if abandon else "xx")
+        await asyncio.sleep(0.3)  # its child, too
+        if abandon:
+            await cluster.abandon_steps()
+        await cluster.end_agents()
+        await asyncio.sleep(0.3)
+        assert (tmp_path / "step-ended").exists() != abandon
+
+    monkeypatch.setattr("ingot.launch.slurm.allocation.END_SECONDS", 0.5)
+    asyncio.run(start(True))
+    asyncio.run(start(False))
+
+
+def test_a_second_agent_replaces_the_first_whose_end_says_nothing_of_it(
+    launched: LaunchSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start() -> None:
+        cluster = sruns(launched, tmp_path, monkeypatch, ends=True)
+        await cluster.start_agents(["n1", "n2"], AGENT_ENV)
+        async with asyncio.timeout(20):
+            while cluster.ended.qsize() < 2:
+                await asyncio.sleep(0.02)
+        sruns(launched, tmp_path, monkeypatch)
+        await cluster.start_agents(["n1"], AGENT_ENV)
+        assert [cluster.ended.get_nowait().node for _ in range(cluster.ended.qsize())] == ["n2"]
+        await appears(tmp_path / "started-n1", "xx")
+        await asyncio.sleep(0.3)
+        assert cluster.ended.empty() and "n1" in (tmp_path / "step-ended").read_text()
+        assert "n2" not in (tmp_path / "step-ended").read_text()
+        await cluster.abandon_steps()
+        await cluster.end_agents()
+
+    asyncio.run(start())

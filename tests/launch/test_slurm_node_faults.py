@@ -202,6 +202,24 @@ def test_what_is_left_on_a_batch_host_that_is_cut_off_does_not_end_its_successor
     assert_as_if_nothing_happened(run.folder, whole)
 
 
+def test_a_batch_host_that_is_cut_off_for_a_minute_names_nobody_and_spares_its_successor(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """When it is back, it learns that it has been replaced; its srun would end a step of its successor."""
+    run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
+    run.wait(lambda: "preflight" in run.phases())
+    link = ["ip", "link", "set", f"{cluster.bridge}.1"]
+    subprocess.run([*link, "down"], check=True, env=cluster.env)
+    began = time.monotonic()
+    run.wait(lambda: len(run.of(Started)) > 1, 180)
+    time.sleep(max(0.0, 60 - (time.monotonic() - began)))
+    subprocess.run([*link, "up"], check=True, env=cluster.env)
+    run.end(seconds=300)
+    assert [kind for kind, _ in run.causes] in (["site", "finished"], ["supervisor", "finished"])
+    assert run.nodes == [("n1", "n2"), ("n2", "n3")] and not run.of(Excluded)
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
 @pytest.mark.parametrize("phase", ["preflight", "running"])
 def test_a_canceled_job_ends_and_is_not_queued_again(cluster: Cluster, data: Path, tmp_path: Path, phase: str) -> None:
     """C5."""

@@ -710,6 +710,32 @@ def test_an_orphaned_supervisor_ends_without_touching_the_cluster(job: Job) -> N
     job.cluster.seconds = 0.5
     assert job.launch().start(successor) == 1
     assert job.cluster.requeued == [] and job.causes == [] and not (job.folder / "launch" / "HALT").exists()
+    assert job.cluster.abandoned, "srun's end would be that of the successor's step of that number"
+
+
+def test_a_supervisor_that_is_started_again_where_it_was_cut_off_does_nothing(job: Job) -> None:
+    leave_open(job.launch(), 1, 1)
+    before = job.records
+    assert job.start() == 0 and job.records == before and not job.cluster.started_anything
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_reaches_nobody_in_the_preflight_blames_nobody(job: Job, answers: bool) -> None:
+    def cut(agent: LightAgent) -> dict[str, str]:
+        job.cluster.answers = answers
+        agent.writer.close()
+        return {}
+
+    async def answer_again(job: Job) -> None:
+        await until(lambda: job.of(Judged))
+        job.cluster.answers, job.cluster.of("n2").on_check = True, None
+        job.supervisor.stop.set("user", "enough")
+
+    job.cluster.host = "n1"
+    job.cluster.of("n2").on_check = cut
+    job.launch().start(answer_again)
+    assert job.causes[0] == (("lost", "n2") if answers else ("site", ""))
+    assert ("reaches neither n2 nor the cluster's controller" in job.of(Closed)[0].cause.message) != answers
 
 
 def test_a_share_of_a_preparation_is_its_own_story(tmp_path: Path) -> None:

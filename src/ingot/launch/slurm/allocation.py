@@ -56,6 +56,8 @@ class SlurmCluster:
         self.launch = LaunchFolder(Path(spec.run_folder))
         self._image: list[str] = []
         self._sruns: list[asyncio.subprocess.Process] = []
+        self._srun_of: dict[str, asyncio.subprocess.Process] = {}
+        """The last one that has started the agent of a node."""
         self._deputy: asyncio.subprocess.Process | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,10 +82,21 @@ class SlurmCluster:
         return {node: failed.get(node, "the node did not answer") for node in nodes if node not in staged}
 
     async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
+        await self._end_replaced(nodes)
         size = -(-len(nodes) // MAX_SRUNS)
         for first in range(0, len(nodes), size):
             await self._start_srun(nodes[first : first + size], env)
         await self.start_deputy(nodes, env[ADDRESS_VARIABLE])
+
+    async def _end_replaced(self, nodes: Sequence[str]) -> None:
+        """Two agents on a node would take the place of each other for ever; and what an earlier one ended with says
+        nothing of the next."""
+        said = [self.ended.get_nowait() for _ in range(self.ended.qsize())]
+        for item in said:
+            if item.node not in nodes:
+                self.ended.put_nowait(item)
+        earlier = {self._srun_of.pop(node) for node in nodes if node in self._srun_of}
+        await _end([process for process in earlier if process not in self._srun_of.values()], grace=0)
 
     async def _start_srun(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
         command = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1",
@@ -100,6 +113,7 @@ class SlurmCluster:
                 self.ended.put_nowait(AgentEnded(node, f"cannot start srun: {error.strerror or error}"))
             return
         self._sruns.append(process)
+        self._srun_of.update(dict.fromkeys(nodes, process))
         task = asyncio.ensure_future(self._listen(process, list(nodes), env))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -137,32 +151,34 @@ class SlurmCluster:
             last = line if "error" in line else last
             if found := NOT_LAUNCHED.match(line):
                 unreached[found[1]] = found[2]
-                self.ended.put_nowait(AgentEnded(found[1], f"srun cannot start it: {found[2]}"))
+                self._note_end(process, found[1], f"srun cannot start it: {found[2]}")
             elif not unreached and (found := TASK_ENDED.match(line)):
                 for node in await self._host_names(found[1]):
-                    self.ended.put_nowait(AgentEnded(node, found[2]))
+                    self._note_end(process, node, found[2])
         code = await process.wait()
         if unreached and (others := [node for node in nodes if node not in unreached]):
             await self.start_agents(others, env)
             return
         for node in nodes:
-            self.ended.put_nowait(AgentEnded(node, last or f"srun ended with exit code {code}"))
+            self._note_end(process, node, last or f"srun ended with exit code {code}")
+
+    def _note_end(self, process: asyncio.subprocess.Process, node: str, reason: str) -> None:
+        if self._srun_of.get(node) is process:  # otherwise another one has started an agent there since
+            self.ended.put_nowait(AgentEnded(node, reason))
 
     async def end_agents(self) -> None:
         if self._deputy is not None and self._deputy.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._deputy.terminate()
             self._sruns.append(self._deputy)
-        running = [process for process in self._sruns if process.returncode is None]
-        for wait, number in ((END_SECONDS, signal.SIGTERM), (END_SECONDS, signal.SIGKILL), (1.0, None)):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await asyncio.gather(*(process.wait() for process in running))
-                    return
-            for process in running:
+        await _end(self._sruns)
+
+    async def abandon_steps(self) -> None:
+        """srun's own end, and that of its watching child, would end the step of that number: another supervisor's."""
+        for process in (*self._sruns, *([self._deputy] if self._deputy is not None else [])):
+            if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    if number is not None:
-                        process.send_signal(number)
+                    os.killpg(process.pid, signal.SIGKILL)
 
     async def end_earlier_steps(self) -> None:
         end = asyncio.get_running_loop().time() + STEPS_END_SECONDS
@@ -284,3 +300,17 @@ class SlurmCluster:
 
 def _is_unusable(state: str) -> bool:
     return state.startswith((*LOST_STATES, *DRAINED_STATES)) or state.endswith("*")
+
+
+async def _end(sruns: Sequence[asyncio.subprocess.Process], grace: float = END_SECONDS) -> None:
+    """With their steps."""
+    running = [process for process in sruns if process.returncode is None]
+    for wait, number in ((grace, signal.SIGTERM), (END_SECONDS, signal.SIGKILL), (1.0, None)):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await asyncio.gather(*(process.wait() for process in running))
+                return
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                if number is not None:
+                    process.send_signal(number)

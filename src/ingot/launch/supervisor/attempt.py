@@ -9,7 +9,7 @@ import asyncio
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -175,7 +175,7 @@ class AttemptRun:
         if self.stop.event.is_set():  # the signal that asked for it has ended the processes that measure
             raise Stopped
         if tests.lost:
-            return diagnose(self.nodes, {}, tests.lost, await self._cut_off(tests.lost))
+            return await self._without(tests.lost)
         return cause_of_problems(result, self.nodes) if result.problems else None
 
     async def _start(self) -> Cause | None:
@@ -208,7 +208,7 @@ class AttemptRun:
 
     async def _not_done(self, node: str, answer: Any) -> Cause:
         if isinstance(answer, Failed) and answer.kind in ("lost", "silent"):
-            return diagnose(self.nodes, {}, {node: answer.reason}, await self._cut_off([node]))
+            return await self._without({node: answer.reason})
         reason = answer.reason if isinstance(answer, Failed) else "its agent answered something else"
         kind: Kind = "machine"
         if isinstance(answer, Failed) and answer.kind in ("user", "data", "site", "device", "transport"):
@@ -321,9 +321,8 @@ class AttemptRun:
                     gone.setdefault(node, "its agent has gone")
             self._note_ended()
             gone = {node: self.ended.get(node, why) for node, why in self._first_of(gone).items()}
-            if gone and await self._is_alone(evidence):
-                reach = f"{self.cluster.host} reaches neither {', '.join(gone)} nor the cluster's controller"
-                return Cause("site", f"{reach}: its own network, perhaps")
+            if gone and (alone := await self._is_alone(evidence, gone)) is not None:
+                return alone
             cause = diagnose(self.nodes, evidence, gone, await self._cut_off(gone), what if is_hang else "")
             if self.stop.reason is not None and ENDED_BY_SIGNAL.search(cause.message):
                 return Cause("stopped", f"the signal to stop ended it before it could save: {cause.message}")
@@ -343,10 +342,18 @@ class AttemptRun:
         batch = max((rank.batch for found in evidence.values() for rank in found.ranks), default=-1)
         return msgspec.structs.replace(cause, batch=batch)
 
-    async def _is_alone(self, evidence: Mapping[str, NodeEvidence]) -> bool:
-        """Whether this node is more likely cut off than those that it lost: it hears of no other node, and the
+    async def _is_alone(self, heard: Collection[str], gone: Mapping[str, str]) -> Cause | None:
+        """The cause, if this node is more likely cut off than those that it lost: it hears of no other node, and the
         cluster's controller does not answer either."""
-        return set(evidence) <= {self.cluster.host} and not await self.cluster.is_answering()
+        if not set(heard) <= {self.cluster.host} or await self.cluster.is_answering():
+            return None
+        reach = f"{self.cluster.host} reaches neither {', '.join(gone)} nor the cluster's controller"
+        return Cause("site", f"{reach}: its own network, perhaps")
+
+    async def _without(self, lost: Mapping[str, str]) -> Cause:
+        """Nodes do not answer any more, before a rank could say anything."""
+        alone = await self._is_alone([node for node in self.nodes if node not in lost], lost)
+        return alone or diagnose(self.nodes, {}, lost, await self._cut_off(lost))
 
     async def _cut_off(self, lost: Mapping[str, str] | Sequence[str]) -> list[str]:
         """Of the lost nodes, those that have died as nodes, by what the cluster or they themselves say."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import CLUSTER_AGENT, RENDEZVOUS_VARIABLES
+from ingot.launch.supervisor.records import Started
 
 END_SECONDS = 10.0  # for an agent that was told to leave
 
@@ -92,6 +93,9 @@ class Cluster(Protocol):
 
     async def end_agents(self) -> None: ...
 
+    async def abandon_steps(self) -> None:
+        """Leave what was started to the cluster: the job has another supervisor, and ending it might end that one's."""
+
     async def end_earlier_steps(self) -> None:
         """End what a supervisor that was killed has left in this allocation: agents, their ranks, the deputy."""
 
@@ -115,6 +119,18 @@ class Cluster(Protocol):
 
     async def comment(self, text: str) -> None:
         """Tell people who ask the cluster about the job: the run folder may be full or gone."""
+
+
+async def gone_nodes(
+    cluster: Cluster, last: Started | None, nodes: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Of the nodes of an attempt and of the start it belongs to, if that is an earlier one: those that the cluster has
+    lost, and those that were lost and are back, with reasons."""
+    known = dict.fromkeys((*((last.host, *last.nodes) if last is not None else ()), *nodes))
+    down = {item.node: item.reason for item in await cluster.lost_nodes(list(known)) if not item.is_drained}
+    if last is None or (last.job, last.restart) == (cluster.job, cluster.restart):
+        return down, {}
+    return down, await cluster.restarted_nodes(last.nodes, last.time)
 
 
 class ThisMachine:
@@ -162,6 +178,9 @@ class ThisMachine:
         with suppress(ProcessLookupError):
             agent.kill()
         await agent.wait()
+
+    async def abandon_steps(self) -> None:
+        pass
 
     async def end_earlier_steps(self) -> None:
         pass

@@ -109,6 +109,11 @@ def attempts_before(records: Sequence[Any], job: str, restart: int) -> int | Non
     return sum(isinstance(r, Opened) and r.attempt.startswith(f"{job}.{restart}.") for r in records)
 
 
+def was_started_again(records: Sequence[Any], job: str, restart: int) -> bool:
+    """Whether this launch has a later start of the job than this one."""
+    return any(r.job == job and r.restart > restart for r in current_launch(records) if isinstance(r, Started))
+
+
 def read_history(records: Sequence[Any]) -> History:
     """Raises ValueError if an attempt was opened while another was open, or closed twice."""
     history = History()

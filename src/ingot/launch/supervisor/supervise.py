@@ -31,10 +31,10 @@ from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIAB
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import AttemptRun
-from ingot.launch.supervisor.cluster import Cluster, LostNode, Times
+from ingot.launch.supervisor.cluster import Cluster, LostNode, Times, gone_nodes
 from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.failure_log import record as record_failure
-from ingot.launch.supervisor.history import attempts_before, read_history
+from ingot.launch.supervisor.history import attempts_before, read_history, was_started_again
 from ingot.launch.supervisor.judge import Verdict, choose_nodes, judge, judge_start, launch_end
 from ingot.launch.supervisor.progress import StopFlag, is_stop_there, progress_of, stop_reason_of, who_asked
 from ingot.launch.supervisor.records import (
@@ -118,6 +118,7 @@ class Supervisor:
             return await self._lead(nodes)
         except Superseded as error:
             self._say(str(error))
+            await self.cluster.abandon_steps()
             return EXIT_FAULT
         finally:
             watch = [self._watch] if self._watch is not None else []
@@ -170,6 +171,8 @@ class Supervisor:
         for path in (self.run_folder / FINISHED, self.run_folder / STOP):
             if path.exists():
                 return f"{path} is there"
+        if was_started_again(self.state.records, self.cluster.job, self.cluster.restart):  # on other nodes
+            return f"job {self.cluster.job} has been started again since"
         halted = self.launch.halted()
         return "" if halted is None else f"the launch was halted: {halted}"
 
@@ -253,11 +256,7 @@ class Supervisor:
                 return verdict
             return None
         last = history.starts[-1] if history.starts else None
-        known = dict.fromkeys((*((last.host, *last.nodes) if last is not None else ()), *history.open.nodes))
-        down = {item.node: item.reason for item in await self.cluster.lost_nodes(list(known)) if not item.is_drained}
-        back: dict[str, str] = {}
-        if last is not None and last.job == self.cluster.job and self.cluster.restart > last.restart:
-            back = await self.cluster.restarted_nodes(last.nodes, last.time)
+        down, back = await gone_nodes(self.cluster, last, history.open.nodes)
         cause = diagnose_unfinished(history, down, back)
         return await self._close(history.open, cause)
 
