@@ -1,5 +1,6 @@
 """Random faults against a real Slurm: twenty in the slow set, six in `make slurm`, as many as one likes in `make chaos`."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,12 +50,13 @@ def test_a_seed_is_a_schedule_and_seeds_differ() -> None:
 
 def test_rows_are_merged_by_seed(tmp_path: Path) -> None:
     path = tmp_path / "chaos.json"
-    for seed, struck in ((3, ["kill"]), (1, []), (3, ["kill", "gil"])):
-        add_row(path, {"seed": seed, "struck": struck, "wrong": []})
+    for seed, struck, wrong in ((3, ["kill"], ["lost"]), (1, [], []), (3, ["kill", "gil"], [])):
+        add_row(path, {"seed": seed, "struck": struck, "wrong": wrong})
     text = path.read_text()
     assert (
         '"schedules": 2' in text and '"faults_struck": 2' in text and text.index('"seed": 1') < text.index('"seed": 3')
     )
+    assert [row.get("wrong_before") for row in json.loads(text)["rows"]] == [None, ["lost"]] and '"wrong": 0' in text
 
 
 def test_the_oracle_sees_a_healthy_node_blamed_and_an_unexplained_end(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def run_schedule(schedule: Schedule, cluster: Cluster, data: Path, whole: Path, 
         outcome, wrong = check(run, whole)
     except Exception as error:
         outcome, wrong = "broken", [f"{type(error).__name__}: {error}"[:600]]
-    outcome = outcome.replace(str(folder), "...")
+    outcome, *wrong = (text.replace(str(folder), "...") for text in (outcome, *wrong))
     causes = [f"{closed.cause.kind} {closed.cause.node}".strip() for closed in run.closed()]
     row = {
         "seed": schedule.seed,
@@ -125,8 +125,11 @@ def versions(cluster: Cluster) -> dict[str, str]:
 
 
 def add_row(path: Path, row: dict[str, Any]) -> None:
-    """Add it, in place of an earlier one of that seed."""
+    """Add it, in place of an earlier one of that seed; what was wrong then is kept in it."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for old in (other for other in rows if other["seed"] == row["seed"]):
+        earlier = [*old.get("wrong_before", []), *old["wrong"]]
+        row = row | ({"wrong_before": list(dict.fromkeys(earlier))} if earlier else {})
     rows = sorted([other for other in rows if other["seed"] != row["seed"]] + [row], key=lambda other: other["seed"])
     struck = sum(len(other["struck"]) for other in rows)
     content = {"command": "make chaos FAULTS=... SEED=...", "schedules": len(rows), "faults_struck": struck,
