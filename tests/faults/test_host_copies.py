@@ -71,6 +71,7 @@ def test_a_restart_loses_at_most_the_steps_since_the_last_copy(
     assert_the_same_to_the_last_bit(run.folder, undisturbed)
 
 
+@slow  # that the content is compared with its hash is in tests/checkpoint/test_copy_memory.py
 def test_a_corrupt_copy_is_not_used(data: Path, whole: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     run = Run(data, tmp_path / "run", *COPIES, kind="kill", rank=1, batch=15, after=str(go))
