@@ -33,7 +33,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.process = (subprocess.Popen if fresh else WarmProcess)(
             [sys.executable, "-m", "ingot.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True, preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if fresh else None,
             env={**inherited, "TERM": "xterm-256color", **variables},
         )  # fmt: skip
         os.close(theirs)

@@ -44,7 +44,8 @@ class WarmProcess(subprocess.Popen[Any]):
                        umask: Any, start_new_session: bool, *others: Any) -> None:  # fmt: skip
         env = dict(os.environ if env is None else env)
         words = [str(word) for word in args]
-        if not can_be_warm(words, env):
+        is_plain = preexec_fn is None and not pass_fds and (gid, uid, umask) == (None, None, -1)
+        if not is_plain or not can_be_warm(words, env):
             super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, p2cread,
                 p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask, start_new_session,
