@@ -47,6 +47,7 @@ from ingot.launch.messages import (
     supervisor_proof,
 )
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
+from ingot.launch.supervisor.records import StopReason
 
 TORCH = "torch/distributed/distributed_c10d.py:2810 (all_reduce)"
 
@@ -219,7 +220,8 @@ class LightCluster:
         self.requeued: list[list[str]] = []
         self.handed_over: list[list[str]] = []
         self.comments: list[str] = []
-        self.answers, self.preempted = True, False
+        self.answers = True
+        self.signal_means: StopReason = "signal"
         self.successor = False
 
     def of(self, node: str) -> Behavior:
@@ -273,8 +275,8 @@ class LightCluster:
     async def is_answering(self) -> bool:
         return self.answers
 
-    async def is_preempted(self) -> bool:
-        return self.preempted
+    async def signal_reason(self) -> StopReason:
+        return self.signal_means
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         self.requeued.append(list(exclude))

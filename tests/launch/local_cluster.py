@@ -17,6 +17,7 @@ from state_records import StateRecords
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
+from ingot.launch.supervisor.records import StopReason
 from ingot.launch.supervisor.supervise import Supervisor
 
 HOOK = str(Path(__file__).parent / "node_hook")
@@ -81,8 +82,8 @@ class LocalCluster:
     async def is_answering(self) -> bool:
         return True
 
-    async def is_preempted(self) -> bool:
-        return False
+    async def signal_reason(self) -> StopReason:
+        return "signal"
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         self.requeued.append(list(exclude))

@@ -124,6 +124,24 @@ class TestLimits:
         assert [stop.reason for stop in run.of(StopRequested)] == ["time-limit" if how == "asked" else "signal"]
         assert_as_if_nothing_happened(run.folder, whole)
 
+    def test_a_save_that_outlasts_the_time_limit_is_given_up_and_the_job_comes_back(
+        self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        """It is asked to save in time, and the disk takes minutes: between TERM and KILL, the job is queued again."""
+        save = {"kind": "slow", "rank": 0, "batch": 8, "phase": "save", "seconds": 300.0}
+        run = Watched(cluster, data, tmp_path / "run", "--signal-seconds", "15")
+        run.env["INGOT_TEST_FAULT"] = json.dumps([ALL, save | {"once": str(tmp_path / "saving")}])
+        run.submit()
+        run.wait((tmp_path / "saving").exists)
+        cluster.ask("scontrol", "update", f"JobId={run.job}", "TimeLimit=1")
+        run.wait(lambda: len(run.of(Started)) > 1, 200)
+        cluster.ask("scontrol", "update", f"JobId={run.job}", "TimeLimit=10")
+        run.wait(lambda: (run.folder / "FINISHED").exists(), 200)
+        run.wait_for_end()
+        assert [stop.reason for stop in run.of(StopRequested)] == ["time-limit"] and len(run.of(Started)) == 2
+        assert run.of(Judged)[0].action == "requeue" and run.of(Started)[1].step >= 4
+        assert_as_if_nothing_happened(run.folder, whole)
+
     @pytest.mark.parametrize("phase", ["preflight", "starting"])
     def test_a_job_that_its_administrator_queues_again_during_start_up_loses_nothing(
         self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path, phase: str

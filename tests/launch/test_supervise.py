@@ -22,7 +22,16 @@ from ingot.launch.messages import RankProgress, RanksEnded, RunRanks, Signalled
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor import judge
 from ingot.launch.supervisor.cluster import LostNode, Times
-from ingot.launch.supervisor.records import Closed, Excluded, Judged, Launched, Opened, Started, StopRequested
+from ingot.launch.supervisor.records import (
+    Closed,
+    Excluded,
+    Judged,
+    Launched,
+    Opened,
+    PhaseBegan,
+    Started,
+    StopRequested,
+)
 from ingot.launch.supervisor.state_file import StateFile, now, read_state
 from ingot.launch.supervisor.supervise import Share, Supervisor
 
@@ -80,6 +89,9 @@ class Job(StateRecords):
                                     str(self.folder), before.restart + 1)  # fmt: skip
         self.cluster.behaviors = before.behaviors
         return self.start()
+
+    def phases(self) -> list[str]:
+        return [record.phase for record in self.of(PhaseBegan)]
 
     def checkpoint(self, step: int) -> None:
         path = self.folder / "checkpoints" / str(step)
@@ -440,7 +452,7 @@ def test_exit_code_75_without_a_reason_is_a_failure(job: Job) -> None:
 @pytest.mark.parametrize("moment", ["preflight", "running"])
 def test_a_preempted_job_goes_back_into_the_queue_whenever_the_signal_comes(job: Job, moment: str) -> None:
     """The signal goes to the agents, and ends what measures the nodes, too."""
-    job.cluster.preempted = True
+    job.cluster.signal_means = "preempt"
 
     def preempt(agent: LightAgent, body: Any) -> Any:
         agent.say(Signalled(15))
@@ -521,6 +533,26 @@ def test_a_disk_that_hangs_holds_up_no_decision(job: Job, monkeypatch: pytest.Mo
     job.cluster.of("n2").fault = hang
     assert job.launch().start() == 0 and job.causes == [("program", "n2"), ("finished", "")]
     assert job.actions == ["restart", "finish"] and job.seconds < 20
+
+
+def test_a_save_that_outlasts_the_time_limit_is_given_up_for_the_queue(job: Job) -> None:
+    """The job script gets USR2 in time, and TERM when the limit is over."""
+    job.times = replace(TIMES, stop=60.0)
+
+    def deaf(agent: LightAgent, body: RunRanks) -> Any:
+        agent.end = lambda code: None  # type: ignore[method-assign]
+        job.checkpoint(4)
+        return asyncio.sleep(60)
+
+    async def limit(job: Job) -> None:
+        await until(lambda: (job.folder / "checkpoints").exists())
+        job.supervisor.stop.set("time-limit", "SIGUSR2")
+        await until(lambda: "stopping" in job.phases())
+        job.supervisor.stop.terminate()
+
+    job.cluster.everywhere(deaf)
+    assert job.launch().start(limit) == 0 and job.seconds < 10
+    assert job.causes == [("stopped", "")] and job.actions == ["requeue"] and job.cluster.requeued == [[]]
 
 
 def test_a_signal_to_an_agent_stops_the_job(job: Job) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import ThisMachine
+from ingot.launch.supervisor.records import StopReason
 
 RESTART_VARIABLE = "INGOT_RESTART"
 """How often Kubernetes has replaced the pods; a PyTorchJob does not say."""
@@ -42,8 +43,8 @@ class PodCluster(ThisMachine):
                 reminder = time.monotonic() + REMINDER_SECONDS
             await asyncio.sleep(POLL_SECONDS)
 
-    async def is_preempted(self) -> bool:
-        return False
+    async def signal_reason(self) -> StopReason:
+        return "signal"
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         return True  # by the exit code

@@ -24,6 +24,7 @@ from ingot.launch.protocol import CLUSTER_AGENT, LaunchFolder
 from ingot.launch.slurm.script import node_python, script_body, srun_options
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
+from ingot.launch.supervisor.records import StopReason
 
 MAX_SRUNS = 32  # at a time, for all nodes
 ANSWER_SECONDS = 20.0  # for a command of Slurm
@@ -222,9 +223,11 @@ class SlurmCluster:
         code, said = await self._ask("scontrol", "ping")
         return code == 0 and " UP" in said
 
-    async def is_preempted(self) -> bool:
+    async def signal_reason(self) -> StopReason:
         _, said = await self._ask("scontrol", "show", "job", self.job)
-        return re.search(r"\bPreemptTime=\d", said) is not None
+        if re.search(r"\bPreemptTime=\d", said):
+            return "preempt"
+        return "time-limit" if re.search(r"\bReason=TimeLimit\b", said) else "signal"
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Slurm ends this process as soon as the job is in the queue again, with a signal that is not for the run."""

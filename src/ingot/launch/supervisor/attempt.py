@@ -237,6 +237,8 @@ class AttemptRun:
                 self._enter("stopping", self.stop.detail)
                 body = StopRanks(self.opened.epoch, self.stop.reason)
                 await self.server.request_all(dict.fromkeys(self.nodes, body), self.times.collect)
+            if told and self.stop.is_over:
+                return Cause("stopped", "the time was over before the ranks had saved and ended")
             if told and now - asked > self.times.stop:
                 return await self._collect("the ranks did not stop", is_hang=True)
             if lost := self._given_up(now):

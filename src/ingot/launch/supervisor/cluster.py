@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import CLUSTER_AGENT, RENDEZVOUS_VARIABLES
-from ingot.launch.supervisor.records import Started
+from ingot.launch.supervisor.records import Started, StopReason
 
 END_SECONDS = 10.0  # for an agent that was told to leave
 
@@ -108,8 +108,9 @@ class Cluster(Protocol):
     async def is_answering(self) -> bool:
         """Whether the cluster's controller answers."""
 
-    async def is_preempted(self) -> bool:
-        """Whether the cluster takes the nodes away for another job: a signal to stop then means to come back later."""
+    async def signal_reason(self) -> StopReason:
+        """What a signal to stop means: the cluster takes the nodes away for another job (preempt), the time is over, or
+        somebody wants the job to end (signal)."""
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Queue the job again, on other nodes; returns whether the cluster has agreed."""
@@ -194,8 +195,8 @@ class ThisMachine:
     async def is_answering(self) -> bool:
         return True
 
-    async def is_preempted(self) -> bool:
-        return False
+    async def signal_reason(self) -> StopReason:
+        return "signal"
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         return False

@@ -17,7 +17,15 @@ class StopFlag:
 
     reason: StopReason | None = None
     detail: str = ""
+    is_over: bool = False
+    """Whether the time to stop is over, too."""
     event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def terminate(self) -> None:
+        """Slurm's last warning: a few seconds are left (KillWait), which save nothing that has not been saved by now if
+        the ranks were asked before."""
+        if not self.set("signal", "SIGTERM"):
+            self.is_over = self.reason == "time-limit"
 
     def set(self, reason: StopReason, detail: str = "") -> bool:
         """Returns whether this is the first request."""

@@ -305,7 +305,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: a test
             loop.add_signal_handler(signal.SIGUSR2, lambda: self.stop.set("time-limit", "SIGUSR2"))
-            loop.add_signal_handler(signal.SIGTERM, lambda: self.stop.set("signal", "SIGTERM"))
+            loop.add_signal_handler(signal.SIGTERM, self.stop.terminate)
             loop.add_signal_handler(signal.SIGINT, lambda: self.stop.set("signal", "SIGINT"))
 
     def _agent_signalled(self, node: str, number: int) -> None:
@@ -333,8 +333,8 @@ class Supervisor:
 
     async def _add_stop(self) -> None:
         assert self.stop.reason is not None
-        if self.stop.reason == "signal" and await self.cluster.is_preempted():
-            self.stop.reason = "preempt"
+        if self.stop.reason == "signal":
+            self.stop.reason = await self.cluster.signal_reason()
         await self._add(StopRequested(time=now(), reason=self.stop.reason, detail=self.stop.detail))
 
     async def _pause(self, seconds: float) -> None:
