@@ -235,7 +235,7 @@ class Report:
     def fail(self, variant: str, error: Exception) -> None:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:1500]}"
         self.write({"section": self.section.name, "variant": variant, "error": said})
-        if not isinstance(error, IngotError | torch.OutOfMemoryError):
+        if not isinstance(error, IngotError):
             import traceback
 
             traceback.print_exception(error)

@@ -97,6 +97,37 @@ def test_a_model_is_compiled_in_one_piece(more: dict, recompute: str | None) -> 
     assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters() if p.ndim > 1)
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_a_compiled_block_whose_work_is_repeated_keeps_its_input_alone(device: str) -> None:
+    torch._dynamo.reset()
+    where = torch.device(device)
+    model = build_model(ModelConfig(d_model=32, n_heads=2, n_layers=3, vocab_size=48, max_seq_len=64), 1, where)
+    attach(model, device=where, precision="bf16")
+    refresh(model.train())
+    x, rows = torch.randn(2, 64, 32, device=where, dtype=torch.bfloat16), 2 * 64
+    attend = model.attention_op.prepare(64, 64, where)
+    kept: dict[str | None, set[tuple[int, int]]] = {}
+    for kind in (None, "full"):
+        model.activation_checkpointing = kind
+        block, found = model.blocks["1"], set()
+        block.compile(dynamic=False, backend="aot_eager")
+
+        def note(tensor: Tensor, found: set[tuple[int, int]] = found) -> Tensor:
+            if tensor.numel() >= rows * 32 and tensor.numel() % rows == 0 and tensor.data_ptr() != x.data_ptr():
+                found.add((tensor.data_ptr(), tensor.numel()))
+            return tensor
+
+        keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with keeping, torch.autocast(device, dtype=torch.bfloat16):
+            block(x.clone().requires_grad_(), None, attend)
+        own = {p.numel() for p in block.parameters()}
+        kept[kind] = {(address, size) for address, size in found if size not in own}
+    assert len(kept["full"]) <= 1 < len(kept[None])  # the input
+
+
 def test_blocks_compiled_one_by_one_share_a_program() -> None:
     torch._dynamo.reset()
     counters.clear()

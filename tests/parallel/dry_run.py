@@ -27,7 +27,7 @@ from ingot.model.kernels import attach
 from ingot.parallel.dtensor import local
 from ingot.parallel.executors.base import scale_gradients, squared_norm
 from ingot.parallel.executors.single import SingleProcess
-from ingot.parallel.fsdp import before_microbatch
+from ingot.parallel.fsdp import GradientAccumulation
 from ingot.parallel.layout import Layout
 from ingot.parallel.loss_model import BuildOptions, LossModel
 from ingot.parallel.parallelize import ParallelModel, parallelize
@@ -69,7 +69,7 @@ def dry_run(
             tokens = torch.zeros(micro, seq_len, dtype=torch.long)
             for _ in range(2):  # the first creates the optimizer state; gradients stay, as when accumulating
                 memory.peak = 0
-                before_microbatch(model.roots, last=True, held=False)
+                GradientAccumulation(model.roots).before_microbatch(last=True)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
                     loss = root(tokens, tokens)
                 loss.backward()

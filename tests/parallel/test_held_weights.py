@@ -27,7 +27,7 @@ from ingot.model.kernels.fp8 import Fp8Linear
 from ingot.parallel.dtensor import gather, local
 from ingot.parallel.executors.base import Executor, NoMessages
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
-from ingot.parallel.fsdp import start_accumulating, stop_accumulating
+from ingot.parallel.fsdp import GradientAccumulation
 from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import World, join_world, leave_world
@@ -109,10 +109,11 @@ def test_a_module_whose_parts_hold_all_its_weights_has_no_buffer_of_its_own(worl
     root: Any = nn.Sequential(part)
     fully_shard(part, mesh=mesh)
     fully_shard(root, mesh=mesh)
-    start_accumulating([root])
+    accumulation = GradientAccumulation([root])
+    accumulation.start()
     (record,) = cast(Any, part)._get_fsdp_state()._fsdp_param_group.fsdp_params
     assert torch.equal(record.unsharded_accumulated_grad, torch.zeros(3, 4))
-    stop_accumulating([root])
+    accumulation.stop()
     assert record.unsharded_accumulated_grad is None
 
 

@@ -245,9 +245,10 @@ def test_a_profile_shows_kernels_and_changes_nothing(data: Path, tmp_path: Path)
 
 def test_a_failed_allocation_leaves_a_report_of_what_filled_the_memory(data: Path, tmp_path: Path) -> None:
     """The run goes on with a smaller microbatch; the report says what was in memory when the large one failed."""
-    free, total = torch.cuda.mem_get_info()
-    used = total - free
-    torch.cuda.set_per_process_memory_fraction((used + (900 << 20)) / total)
+    gc.collect()  # models of earlier tests
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (900 << 20)) / total)
     big = ["model.vocab_size=50368", "max_seq_len=512", "global_train_batch_size=64", "device_train_microbatch_size=64",
            "max_duration=2ba", "compile=false", "precision=fp32", "eval_interval=0ba", "data.eval=null",
            "profiler.memory_history=true", "model.d_model=256"]  # fmt: skip

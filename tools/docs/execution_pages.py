@@ -25,6 +25,7 @@ class Executions:
     def __init__(self, gpu: Any):
         rows: list[Row] = [row for row in gpu["executions"] if "error" not in row]
         self.rows = sorted(rows, key=lambda row: SIZES.index(size) if (size := size_of(row)) in SIZES else len(SIZES))
+        self.failed = {row["section"] for row in gpu["executions"] if "error" in row}
         self.known = {(row["section"], row.get("variant") or row.get("case")): row for row in self.rows}
 
     def get(self, section: str, variant: str) -> Row | None:
@@ -266,7 +267,8 @@ def goal_table(found: Executions) -> str:
     long = found.get("llama-1b-32k", "plain")
     add(f"llama-1b at 32k: causal rate {LONG_CONTEXT_GOAL}", long["causal_rate"] if long else None, LONG_CONTEXT_GOAL)
     far = found.get("llama-1b-128k", "plain")
-    add("llama-1b trains at 128k", 1.0 if far else None, 1.0, "yes" if far else None)
+    trains = 1.0 if far else 0.0 if "llama-1b-128k" in found.failed else None
+    add("llama-1b trains at 128k", trains, 1.0, "yes" if far else "out of memory" if trains is not None else None)
     eight = found.get("llama-8b", "plain")
     add(
         "llama-8b at 2048 tokens trains on one H200",

@@ -27,11 +27,19 @@ EXPENSIVE_OPS = {
 
 def run_checkpointed(block: Callable[..., Tensor], kind: str, *inputs: Any) -> Tensor:
     """Run the pass of a block so that its backward pass recomputes it; `kind` is full or selective."""
-    if kind == "full":  # torch.compile refuses any context_fn here, even one that does nothing
+    if kind == "full" and not torch.compiler.is_compiling():
         return checkpoint(block, *inputs, use_reentrant=False)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    # compiled, a checkpoint without a policy keeps what functions with a gradient of their own compute
+    contexts = partial(create_selective_checkpoint_contexts, _POLICIES[kind])
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def _policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _recompute_all(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _keep_expensive(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_POLICIES = {"full": _recompute_all, "selective": _keep_expensive}

@@ -15,13 +15,15 @@ to which kernels add (`GatheredWeight`). FSDP2 would keep the first microbatch's
 add the others: 26 bytes of memory traffic per weight and microbatch instead of 8.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
@@ -61,61 +63,115 @@ def shard_weights(root: LossModel, mesh: ParallelMesh, precision: str, reshard_a
 
 def connect_kernels(root: LossModel) -> None:
     """Let the layers of a sharded model add gradients to FSDP2's buffers, and quantize weights when it gathers them."""
-    accumulators = {parameter.sharded_param: parameter for parameter in _fsdp_parameters([root])}
+    parameters = chain.from_iterable(map(_own_parameters, sharded_modules([root])))
+    accumulators = {parameter.sharded_param: parameter for parameter in parameters}
     for layer in root.modules():
         if isinstance(working := getattr(layer, "working", None), GatheredWeight) and working.layer is layer:
             working.accumulator = accumulators[layer.weight]
     for block in root.gpt.blocks.values():
-        if any(isinstance(layer, Fp8Linear) for layer in block.modules()):
-            block.register_forward_pre_hook(_quantize_weights)
+        if layers := [layer for layer in block.modules() if isinstance(layer, Fp8Linear)]:
+            block.register_forward_pre_hook(partial(_quantize_weights, layers))
 
 
 def sharded_modules(roots: Sequence[LossModel]) -> list[FSDPModule]:
     return [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def hold_weights(roots: Sequence[LossModel], hold: bool) -> None:
-    """Choose how gradients are accumulated, see above."""
-    for module in sharded_modules(roots):
-        module.set_reshard_after_forward(not hold and module not in roots, recurse=False)
+class GradientAccumulation:
+    """How the gradients of a step's microbatches are added up, see above.
 
+    While weights stay gathered and sums stay in their buffers, FSDP2 has nothing to do around a pass, but its hooks
+    take as long on the host as half of the pass itself. So the microbatches between the first and the last of a step,
+    if they add to buffers, run without them: they are the program of one process.
+    """
 
-def start_accumulating(roots: Sequence[LossModel]) -> None:
-    """Put zeros where kernels and FSDP2 add the gradients of a step: a buffer for each block, freed when reduced."""
-    for module in sharded_modules(roots):
-        parameters = _own_parameters(module)
-        if not parameters:
-            continue
-        sizes = [-(-p.sharded_param.numel() // ALIGNMENT) * ALIGNMENT for p in parameters]
-        buffer = torch.zeros(sum(sizes), device=parameters[0].device)
-        for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
-            shape = parameter.sharded_param.shape
-            # .data has its own version counter: autograd must not take an addition to one for a change of all
-            parameter.unsharded_accumulated_grad = part[: shape.numel()].data.view(shape)
+    def __init__(self, roots: Sequence[LossModel]):
+        self._roots = roots
+        self._modules = sharded_modules(roots)
+        modules: list[Any] = self._modules
+        self._hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in modules]
+        self._hooked = True
+        self._flags: tuple[bool, bool] | None = None
+        self._parameters: list[Any] = []  # with a buffer, of this step
+        self._buffers: list[
+            tuple[Tensor, Tensor]
+        ] = []  # gathered weights and where to add their gradients, without hooks
+        self._is_first = True
+        self.holds_weights = False
 
+    def hold_weights(self, hold: bool) -> None:
+        self.holds_weights = hold
+        self.stop()
+        for module in self._modules:
+            module.set_reshard_after_forward(not hold and module not in self._roots, recurse=False)
 
-def stop_accumulating(roots: Sequence[LossModel]) -> None:
-    """Drop gradients that have not been reduced."""
-    for parameter in _fsdp_parameters(roots):
-        parameter.unsharded_accumulated_grad = None
+    def start(self) -> None:
+        """Put zeros where kernels and FSDP2 add the gradients of a step: a buffer for each block, freed when
+        reduced."""
+        self._is_first = True
+        self._parameters = []
+        for module in self._modules:
+            parameters = _own_parameters(module)
+            if not parameters:
+                continue
+            sizes = [-(-p.sharded_param.numel() // ALIGNMENT) * ALIGNMENT for p in parameters]
+            buffer = torch.zeros(sum(sizes), device=parameters[0].device)
+            for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
+                shape = parameter.sharded_param.shape
+                # .data has its own version counter: autograd must not take an addition to one for a change of all
+                parameter.unsharded_accumulated_grad = part[: shape.numel()].data.view(shape)
+            self._parameters += parameters
 
+    def stop(self) -> None:
+        """Drop gradients that have not been reduced."""
+        self._attach_hooks(True)
+        for module in self._modules:
+            for parameter in _own_parameters(module):
+                parameter.unsharded_accumulated_grad = None
+        self._parameters, self._buffers = [], []
 
-def before_microbatch(roots: Sequence[LossModel], last: bool, held: bool) -> None:
-    """Reduce gradients over shards after each microbatch, or if weights are held after the last of a step; over
-    replicas after the last only."""
-    for root in roots:
-        assert isinstance(root, FSDPModule)
-        root.set_requires_all_reduce(last)
-        root.set_is_last_backward(last)
-        root.set_requires_gradient_sync(last or not held)
-        root.set_reshard_after_backward(last or not held)
+    def before_microbatch(self, last: bool) -> None:
+        """Reduce gradients over shards after each microbatch, or if weights are held after the last of a step; over
+        replicas after the last only."""
+        if last or self._is_first or not self._parameters:
+            self._attach_hooks(True)
+            self._buffers = []  # FSDP2 frees them while the last backward pass goes on
+        else:
+            self._attach_hooks(False)
+            if not self._buffers:
+                self._buffers = [(p.unsharded_param, p.unsharded_accumulated_grad) for p in self._parameters]
+        self._is_first = False
+        flags = last, last or not self.holds_weights
+        if flags != self._flags:  # each call walks through the model
+            for root in self._roots:
+                assert isinstance(root, FSDPModule)
+                root.set_requires_all_reduce(last)
+                root.set_is_last_backward(last)
+                root.set_requires_gradient_sync(flags[1])
+                root.set_reshard_after_backward(flags[1])
+            self._flags = flags
+
+    def after_microbatch(self) -> None:
+        """Add up the gradients that kernels have left to autograd, as FSDP2 does where its hooks are."""
+        gradients = [(weight.grad, buffer) for weight, buffer in self._buffers if weight.grad is not None]
+        if gradients:
+            torch._foreach_add_([buffer for _, buffer in gradients], [gradient for gradient, _ in gradients])
+            for weight, _ in self._buffers:
+                weight.grad = None
+
+    def _attach_hooks(self, attach: bool) -> None:
+        if attach != self._hooked:
+            for module, before, after in self._hooks:
+                module._forward_pre_hooks = before if attach else OrderedDict()
+                module._forward_hooks = after if attach else OrderedDict()
+            self._hooked = attach
 
 
 @torch.compiler.disable
-def _quantize_weights(block: nn.Module, arguments: Any) -> None:
+def _quantize_weights(layers: list[Fp8Linear], *_: Any) -> None:
     """Quantize a block's weights when they have been gathered, and free what they were made from."""
-    for layer in block.modules():
-        if isinstance(layer, Fp8Linear) and layer.quantize_weight():
+    for layer in layers:
+        if layer.quantize_weight():
             assert layer.working is not None
             layer.working.accumulator.free_unsharded_param()
 
@@ -135,10 +191,6 @@ class _NoReduction(ReduceScatter):
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         raise AssertionError("a single rank reduces nothing")
-
-
-def _fsdp_parameters(roots: Sequence[LossModel]) -> Iterator[Any]:
-    return chain.from_iterable(map(_own_parameters, sharded_modules(roots)))
 
 
 def _own_parameters(module: FSDPModule) -> list[Any]:

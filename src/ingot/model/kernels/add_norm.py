@@ -16,6 +16,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library, nn
 
+from ingot.model.kernels.operator import operator
+
 STAGES = 3  # rows that a backward program prefetches: enough to reach memory bandwidth
 
 
@@ -140,7 +142,7 @@ def _plan(width: int) -> tuple[int, int, int]:
     return main, 1 << (rest - 1).bit_length() if rest else 0, min(32, max(1, main // 512))
 
 
-@library.custom_op("ingot::add_norm", mutates_args=())
+@operator("ingot::add_norm")
 def _add_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +158,7 @@ def _add_norm(
     return total, out, stats
 
 
-@_add_norm.register_fake
+@library.register_fake("ingot::add_norm")
 def _(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +173,7 @@ def _programs(total: Tensor) -> int:
     return max(1, min(8, 16 // warps)) * processors
 
 
-@library.custom_op("ingot::add_norm_backward", mutates_args=())
+@operator("ingot::add_norm_backward")
 def _add_norm_backward(
     d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, center: bool
 ) -> tuple[Tensor, Tensor]:
@@ -187,7 +189,7 @@ def _add_norm_backward(
     return d_x, sums
 
 
-@_add_norm_backward.register_fake
+@library.register_fake("ingot::add_norm_backward")
 def _(
     d_out: Tensor, d_total: Tensor, total: Tensor, stats: Tensor, weight: Tensor, center: bool
 ) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, library, nn
 
 from ingot.model.activation_checkpointing import EXPENSIVE_OPS
 from ingot.model.kernels.conditions import autocast_dtype
+from ingot.model.kernels.operator import operator
 
 
 class WorkingWeight(Protocol):
@@ -88,7 +89,7 @@ class GatheredWeight:
     def refresh(self, training: bool) -> None: ...
 
 
-@library.custom_op("ingot::add_product", mutates_args=("total",))
+@operator("ingot::add_product", mutates_args=("total",))
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total [m, k] += a [n, m] transposed times b [n, k]."""
     if a.is_cuda and total.dtype != a.dtype:
@@ -97,40 +98,40 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a.t() @ b)
 
 
-@add_product.register_fake
+@library.register_fake("ingot::add_product")
 def _(total: Tensor, a: Tensor, b: Tensor) -> None:
     return None
 
 
-@library.custom_op("ingot::add_rows", mutates_args=("total",))
+@operator("ingot::add_rows", mutates_args=("total",))
 def add_rows(total: Tensor, rows: Tensor, d_y: Tensor) -> None:
     """total [m, k] += d_y [n, k] at its rows [n]."""
     total.index_add_(0, rows, d_y.to(total.dtype))
 
 
-@add_rows.register_fake
+@library.register_fake("ingot::add_rows")
 def _(total: Tensor, rows: Tensor, d_y: Tensor) -> None:
     return None
 
 
-@library.custom_op("ingot::cast_linear", mutates_args=())
+@operator("ingot::cast_linear")
 def _cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., k] times an fp32 weight [m, k] transposed. One operator, so that the compiler keeps no cast for later."""
     return F.linear(x, weight.to(x.dtype), bias)
 
 
-@_cast_linear.register_fake
+@library.register_fake("ingot::cast_linear")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@library.custom_op("ingot::cast_product", mutates_args=())
+@operator("ingot::cast_product")
 def _cast_product(rows: Tensor, weight: Tensor) -> Tensor:
     """rows [n, m] times an fp32 weight [m, k]."""
     return rows @ weight.to(rows.dtype)
 
 
-@_cast_product.register_fake
+@library.register_fake("ingot::cast_product")
 def _(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 

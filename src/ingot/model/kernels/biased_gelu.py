@@ -14,6 +14,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library
 
+from ingot.model.kernels.operator import operator
+
 # measured on an H200
 BLOCK, WARPS = 1024, 4  # forward
 ROWS, COLUMNS, TALL, BACKWARD_WARPS = 2, 512, 64, 4  # backward: tile, rows per program, warps
@@ -61,19 +63,19 @@ def _gelu_backward_kernel(
     tl.store(sums + tl.program_id(1) * width + column, tl.sum(total, 0), mask=column < width)
 
 
-@library.custom_op("ingot::gelu", mutates_args=())
+@operator("ingot::gelu")
 def _gelu(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _gelu_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK, num_warps=WARPS)
     return out
 
 
-@_gelu.register_fake
+@library.register_fake("ingot::gelu")
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@library.custom_op("ingot::gelu_backward", mutates_args=())
+@operator("ingot::gelu_backward")
 def _gelu_backward(slope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of x [n, m], and partial sums of it over n."""
     rows, width = x.shape
@@ -85,7 +87,7 @@ def _gelu_backward(slope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-@_gelu_backward.register_fake
+@library.register_fake("ingot::gelu_backward")
 def _(slope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(-(-x.shape[0] // TALL), x.shape[1], dtype=torch.float32)
 

@@ -23,6 +23,7 @@ from torch import Tensor, library, nn
 
 from ingot.model.kernels.bf16_weights import GatheredWeight, WorkingLinear
 from ingot.model.kernels.conditions import TRITON, autocast_dtype, why_no_triton
+from ingot.model.kernels.operator import operator
 
 if TRITON:
     from ingot.model.kernels.fp8_quantize import quantize_both, quantize_into
@@ -47,7 +48,7 @@ def quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tens
     return _quantize(x.bfloat16(), dtype, columns)
 
 
-@library.custom_op("ingot::quantize", mutates_args=())
+@operator("ingot::quantize")
 def _quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     if why_no_triton(x.device) is None:
         return quantize_both(x.contiguous(), dtype, columns, LEAST)
@@ -57,7 +58,7 @@ def _quantize(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Ten
     return x8, x8.t().contiguous() if columns else x8.new_empty(0, x.shape[0]), largest / limit
 
 
-@_quantize.register_fake
+@library.register_fake("ingot::quantize")
 def _(x: Tensor, dtype: torch.dtype, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = x.shape
     transposed = x.new_empty(width if columns else 0, rows, dtype=dtype)
@@ -75,13 +76,13 @@ def multiply(
     return (y if bias is None else y + bias.to(out)).to(out)
 
 
-@library.custom_op("ingot::add_fp8_product", mutates_args=("total",))
+@operator("ingot::add_fp8_product", mutates_args=("total",))
 def _add_fp8_product(total: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     """total [n, m] += a [n, k] times b [k, m], as in `multiply`."""
     total.add_(multiply(a, a_scale, b, b_scale, total.dtype))
 
 
-@_add_fp8_product.register_fake
+@library.register_fake("ingot::add_fp8_product")
 def _(total: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     return None
 

@@ -24,6 +24,7 @@ from torch import Tensor, library
 from ingot.model.gpt import IGNORE, CrossEntropy
 from ingot.model.kernels.bf16_weights import WorkingWeight
 from ingot.model.kernels.conditions import autocast_dtype
+from ingot.model.kernels.operator import operator
 
 CHUNK_BYTES = 2 << 30  # of logits at a time: few and large chunks keep the matrix products efficient
 BLOCK, WARPS = 4096, 4  # the fastest of nine on an H200
@@ -81,7 +82,7 @@ def _add_scaled_kernel(total, part, scale, count, BLOCK: tl.constexpr):
     tl.store(total + at, sum, mask=there)
 
 
-@library.custom_op("ingot::linear_cross_entropy", mutates_args=())
+@operator("ingot::linear_cross_entropy")
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, wide: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,7 +114,7 @@ def _linear_cross_entropy(
     return losses.sum(), d_hidden, d_weight, scales
 
 
-@_linear_cross_entropy.register_fake
+@library.register_fake("ingot::linear_cross_entropy")
 def _(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int, ignore: int, wide: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,24 +124,24 @@ def _(
     return loss, hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=wide), scales
 
 
-@library.custom_op("ingot::scale_rows", mutates_args=())
+@operator("ingot::scale_rows")
 def _scaled(x: Tensor, scales: Tensor) -> Tensor:
     """x [n, d] times scales [n], in fp32 and rounded once."""
     return torch.mul(x, scales[:, None], out=torch.empty_like(x))
 
 
-@_scaled.register_fake
+@library.register_fake("ingot::scale_rows")
 def _(x: Tensor, scales: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@library.custom_op("ingot::add_scaled", mutates_args=("total",))
+@operator("ingot::add_scaled", mutates_args=("total",))
 def _add_scaled(total: Tensor, part: Tensor, scale: Tensor) -> None:
     """total += part * scale, of any shape and a scalar; all in fp32."""
     _add_scaled_kernel[(triton.cdiv(total.numel(), 1024),)](total, part, scale, total.numel(), 1024)
 
 
-@_add_scaled.register_fake
+@library.register_fake("ingot::add_scaled")
 def _(total: Tensor, part: Tensor, scale: Tensor) -> None:
     return None
 

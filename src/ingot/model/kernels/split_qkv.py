@@ -15,6 +15,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, library
 
+from ingot.model.kernels.operator import operator
+
 # measured on an H200
 ELEMENTS, TALL, WARPS = 8192, 128, 8  # elements of a tile, rows per program, warps
 
@@ -43,7 +45,7 @@ def _join_kernel(d_q, d_k, d_v, out, sums, rows, G, P: tl.constexpr, D: tl.const
     tl.store(sums + tl.program_id(1) * width + tl.program_id(0) * D + column, tl.sum(total, 0), mask=column < D)
 
 
-@library.custom_op("ingot::join_heads", mutates_args=())
+@operator("ingot::join_heads")
 def _join_heads(d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
     """d_q [n, G P, D], d_k and d_v [n, G, D] joined to [n, G (P + 2) D], and partial sums of it over n."""
     rows, heads, D = d_q.shape
@@ -69,7 +71,7 @@ def _join_heads(d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-@_join_heads.register_fake
+@library.register_fake("ingot::join_heads")
 def _(d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
     rows, heads, D = d_q.shape
     width = (heads + 2 * d_k.shape[1]) * D

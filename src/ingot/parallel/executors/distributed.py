@@ -69,8 +69,8 @@ class Distributed:
         copies = self.pipeline.tied_copies if self.pipeline is not None else []
         tied_copy = copies[-1] if self.pipeline is not None and self.pipeline.has_last and copies else None
         self._sharded_modules = fsdp.sharded_modules(self.roots)
+        self._accumulation = fsdp.GradientAccumulation(self.roots)
         self.hold_choices = _hold_choices(config, self.pipeline is not None)
-        self.holds_weights = False
         named = [pair for root in self.roots for pair in root.gpt.named_parameters()]
         self.parameters = [NamedParameter(name, p, is_tied_copy=p is tied_copy) for name, p in named]
         self.parameter_shapes = parameter_shapes(config.model)
@@ -120,15 +120,16 @@ class Distributed:
     def _forward_backward(
         self, divisor: Tensor, tokens: Tensor, labels: Tensor, keys: Tensor | None = None, last: bool = True
     ) -> Tensor:
-        fsdp.before_microbatch(self.roots, last, self.holds_weights)
+        self._accumulation.before_microbatch(last)
         with autocast(self.config.precision, self.device):
             loss = self.roots[0](tokens, labels, keys) / divisor
         loss.backward()
+        self._accumulation.after_microbatch()
         return loss.detach()
 
     def _start_accumulating(self) -> None:
         if self.holds_weights and self.layout.tensor == 1:  # torch accumulates DTensors itself
-            fsdp.start_accumulating(self.roots)
+            self._accumulation.start()
 
     def _microbatch_count(self) -> int:
         """Microbatches per step, the same on every rank: collectives must meet."""
@@ -269,10 +270,13 @@ class Distributed:
         for root in self.roots:
             root.gpt.activation_checkpointing = kind
 
+    @property
+    def holds_weights(self) -> bool:
+        return self._accumulation.holds_weights
+
     def hold_weights(self, hold: bool) -> None:
-        self.holds_weights = hold
         if self.pipeline is None:
-            fsdp.hold_weights(self.roots, hold)
+            self._accumulation.hold_weights(hold)
 
     def memory_limit(self) -> int | None:
         limit = usable_memory(self.device)
@@ -293,7 +297,7 @@ class Distributed:
     def _drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.tensor.grad = None
-        fsdp.stop_accumulating(self.roots)
+        self._accumulation.stop()
         self.weights_changed()
 
     def _probe_pass(self, tokens: np.ndarray, last: bool) -> None:

@@ -156,4 +156,10 @@ def _known(category: str, name: str, tensor: Tensor) -> Known:
 
 
 def _is_plain_cuda(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda" and tensor.layout == torch.strided
+    if tensor.device.type != "cuda" or tensor.layout != torch.strided:
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # what tracing for the compiler leaves behind has no memory
+        return False
+    return True
