@@ -246,7 +246,7 @@ class RanksEnded(_Message, frozen=True, tag="ranks-ended"):
 
 
 class Signalled(_Message, frozen=True, tag="signalled"):
-    """Somebody other than the supervisor sent this agent a signal to stop: a preemption, say."""
+    """Somebody other than the supervisor sent this agent a signal to stop, as a preemption does."""
 
     signal: int
 

@@ -142,7 +142,7 @@ class HostCopies:
         if slot not in self._snapshots:
             try:
                 self._snapshots[slot] = self._allocate(slot, tensors)
-            except (OSError, RuntimeError) as error:  # a driver, say, that does not accept the memory
+            except (OSError, RuntimeError) as error:  # for example a driver that does not accept the memory
                 self._is_broken = True
                 self.listener.warn(f"copies in host memory: off from now on ({error})")
                 return

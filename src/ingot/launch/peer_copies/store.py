@@ -82,7 +82,7 @@ class PeerStore:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(ACCEPT_PAUSE)  # out of descriptors, say
+                time.sleep(ACCEPT_PAUSE)  # for example no descriptor is left
                 continue
             with self._lock:
                 accepted = len(self._lines) < MAX_CONNECTIONS

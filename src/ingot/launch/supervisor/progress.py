@@ -62,7 +62,7 @@ def is_stop_there(run: Path) -> bool:
     """Whether the file STOP is there; a disk that cannot be asked now is asked again later."""
     try:
         return (run / STOP).exists()
-    except OSError:  # a stale handle, say
+    except OSError:  # such as a stale handle
         return False
 
 

@@ -5,8 +5,9 @@ id. An owner on another machine counts as dead when its file has not been touche
 long. Ages come from the folder's own file system, so different clocks do not matter.
 
 Attempts of a launched run have epochs (INGOT_EPOCH), each higher than the one before. A higher epoch is never refused:
-it takes the file, and waits until what is left of an earlier attempt, on a node that is cut off from the network, say,
-must have noticed; it does not wait if that node's agent has confirmed that its ranks have ended (INGOT_ENDED_EPOCH).
+it takes the file, and waits until what is left of an earlier attempt, for example on a node that is cut off from the
+network, must have noticed; it does not wait if that node's agent has confirmed that its ranks have ended
+(INGOT_ENDED_EPOCH).
 For its part, an owner with an epoch ends its process at once when it finds a higher one, and after half a minute in
 which it could not look.
 """
