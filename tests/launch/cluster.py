@@ -89,6 +89,14 @@ def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
+def _free_network(first: int) -> int:
+    """A network that no bridge has, such as one that a killed test left: 198.18.N.0/24."""
+    shown = subprocess.run(
+        ["ip", "-o", "-4", "addr"], capture_output=True, text=True, env=os.environ | {"PATH": _path()}
+    )
+    return next(n for n in (20 + (first + i) % 200 for i in range(200)) if f" 198.18.{n}.1/" not in shown.stdout)
+
+
 class Cluster:
     """Nodes n1 to nN, in the partition `main`."""
 
@@ -96,7 +104,7 @@ class Cluster:
         """number: tells clusters of one process apart; more: lines of slurm.conf."""
         self.folder, self.nodes, self.more = folder, nodes, more
         self.key = os.getpid() + 7919 * number
-        self.number = self.key % 200 + 20
+        self.number = _free_network(self.key % 200)
         self.bridge, self.net = f"ig{self.key % 100000}", f"198.18.{self.number}"
         defaults = str(Path(__file__).parent / "defaults.yaml")
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(),
