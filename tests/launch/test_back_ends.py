@@ -63,6 +63,7 @@ def test_a_run_on_kubernetes_has_a_status_is_ended_and_launched_again(
     assert called(kubectl) == ["--namespace", "team", "get", "jobset", job.id, "--ignore-not-found", "--output=json"]
     again = ingot("launch", "resume", str(run), check=False)
     assert again.returncode == 2 and "already has a job" in again.stderr
+    assert f"stop it first with `ingot stop {run}`, which saves" in again.stderr
 
     assert "asked" in ingot("stop", str(run)).stdout and (run / "STOP").exists()
     assert "delete" not in kubectl.read_text()

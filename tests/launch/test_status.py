@@ -13,9 +13,10 @@ import pytest
 from histories import Job, random_job
 from specs import put_on_path
 
+from ingot.errors import ConfigError
 from ingot.launch.monitor.attempts import names, read_launches
 from ingot.launch.monitor.job_states import JobState
-from ingot.launch.monitor.logs import error_lines
+from ingot.launch.monitor.logs import check_rank, error_lines
 from ingot.launch.monitor.owner import LivingOwner
 from ingot.launch.monitor.run_state import Facts, describe
 from ingot.launch.monitor.status import Status, read_status
@@ -410,3 +411,14 @@ def test_a_resumed_run_takes_another_limit_and_other_nodes(run: Path, ingot_here
 
 def test_many_nodes_are_counted_and_not_listed() -> None:
     assert names([f"n{i}" for i in range(1024)]) == "n0, n1, n2, n3 and 1,020 more"
+
+
+def test_the_log_of_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    check_rank(tmp_path, 7)  # nothing has started yet
+    for name in ("rank-0.log", "1/rank-0.log", "1/rank-1.log"):
+        path = tmp_path / "logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    check_rank(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"no log of rank 7, only of ranks 0 to 1"):
+        check_rank(tmp_path, 7)

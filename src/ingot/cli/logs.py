@@ -7,7 +7,7 @@ import typer
 
 from ingot.cli.commands import OptionCommand
 from ingot.cli.status import Run
-from ingot.launch.monitor.logs import error_lines, log_files, new_lines
+from ingot.launch.monitor.logs import check_rank, error_lines, log_files, new_lines
 from ingot.launch.monitor.status import find_run, read_status
 
 ASK_SECONDS = 5.0  # between questions to the cluster, so as not to burden it
@@ -33,6 +33,8 @@ def logs(
     if errors:
         print("\n".join(error_lines(folder)))
         return
+    if rank is not None and not follow:  # it may begin in a moment
+        check_rank(folder, rank)
     positions: dict[str, int] = {}
     status, asked = None, 0.0
     while True:

@@ -91,7 +91,8 @@ def _only_job(launch: LaunchFolder) -> Iterator[None]:
             gone = f"if its cluster is gone, remove it from {launch.path}/jobs.jsonl"
             raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; {gone}")
         if living := [str(job) for job in states if job.is_living]:
-            raise ConfigError(f"{run} already has a job: {living[0]}; end it first with `ingot stop --now {run}`")
+            end = f"stop it first with `ingot stop {run}`, which saves, or end it at once with `ingot stop --now {run}`"
+            raise ConfigError(f"{run} already has a job: {living[0]}; {end}")
         owner = living_owner(run)
         if owner is not None and not (owner.job and has_ended(owner.job)):  # the next job deals with an orphan
             then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"

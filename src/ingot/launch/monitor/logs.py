@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ingot.config.secrets import redact
+from ingot.errors import ConfigError
 from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.monitor.attempts import attempts_of, read_launches
 from ingot.launch.protocol import LaunchFolder
@@ -20,6 +21,15 @@ def log_files(run: Path, rank: int | None) -> list[Path]:
         return [*LaunchFolder(run).slurm_logs(), run / LOGS / "train.log"]
     found = [*(run / LOGS).glob(f"rank-{rank}.log"), *(run / LOGS).glob(f"*/rank-{rank}.log")]
     return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def check_rank(run: Path, rank: int) -> None:
+    """Refuse a rank that has no log where others have one."""
+    found = {path.stem.removeprefix("rank-") for path in (run / LOGS).glob("**/rank-*.log")}
+    ranks = sorted(int(name) for name in found if name.isdecimal())
+    if ranks and rank not in ranks:
+        shown = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        raise ConfigError(f"{run} has no log of rank {rank}, only of {shown}")
 
 
 def new_lines(files: list[Path], places: dict[str, int]) -> Iterator[str]:
