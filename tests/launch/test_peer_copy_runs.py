@@ -5,6 +5,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_cluster import SupervisedRun
@@ -25,12 +26,13 @@ def ranks() -> int:
 
 
 def lose(
-    data: Path, folder: Path, nodes: tuple[str, ...], spares: int, before: Callable[[SupervisedRun], None] | None = None
-) -> SupervisedRun:
+    data: Path, folder: Path, nodes: tuple[str, ...], spares: int, before: Callable[[SupervisedRun], None] | None = None,
+    **fault: Any,
+) -> SupervisedRun:  # fmt: skip
     """A run whose nodes are lost in batch 15, when all copies of batch 14 have arrived where they are kept."""
     go = folder / "go"
-    run = SupervisedRun(data, folder, *COPIES, spares=spares, kind="python", node="n2", batch=15, attempts=["7.0.1"],
-                        after=str(go))  # fmt: skip
+    fault = fault or {"kind": "python", "batch": 15, "after": str(go)}
+    run = SupervisedRun(data, folder, *COPIES, spares=spares, node="n2", attempts=["7.0.1"], **fault)
 
     async def strike() -> None:
         await wait_for_batch(run, 14)
@@ -119,7 +121,8 @@ def test_of_a_damaged_copy_the_one_before_is_used(
         (memory,) = guest_memories(run, "n1")
         damage(memory, (0,) if newest_slot(memory) == 0 else (1,))
 
-    run = lose(data, tmp_path, ("n2",), 1, harm)
+    # slow enough for each copy to be sent before the next one is made
+    run = lose(data, tmp_path, ("n2",), 1, harm, kind="slow", batch=11, seconds=2.0)
     said = capfd.readouterr().out
     assert "n3: the copy of step 14 is damaged: its hash differs" in said
     assert "resumed from host memory at batch 12" in run.said()
