@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from conftest import TINY, Ingot
+from disks import mounted
 
 from ingot.api import train
 from ingot.config.load import load_config
@@ -118,13 +120,7 @@ def test_a_folder_is_only_probed(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match="Not a directory; choose another folder"):
         check_writable(tmp_path / "file")
     (tmp_path / "closed").mkdir(mode=0o500)
-    is_root = os.geteuid() == 0  # who may write anywhere but to what is mounted read-only
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "none", tmp_path / "closed"]
-    if is_root and subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("root may not mount here")
-    try:
-        with pytest.raises(DiskError, match=r"Read-only|choose a folder that you may write to"):
-            check_writable(tmp_path / "closed")
-    finally:
-        if is_root:
-            subprocess.run(["umount", tmp_path / "closed"], check=True)
+    # root may write anywhere but to what is mounted read-only
+    closed = mounted(tmp_path / "closed", "ro,size=64k") if os.geteuid() == 0 else nullcontext()
+    with closed, pytest.raises(DiskError, match=r"Read-only|choose a folder that you may write to"):
+        check_writable(tmp_path / "closed")

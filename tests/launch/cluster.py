@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -186,6 +187,12 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """The node dies, with everything that runs on it."""
         self._end(name)
+
+    def reboot_node(self, name: str) -> None:
+        """It dies and is back before Slurm notices."""
+        self.kill_node(name)
+        time.sleep(2)
+        self.start_node(name)
 
     def restore(self) -> None:
         """All nodes up, idle, and without what a test has mounted or cut."""

@@ -14,22 +14,20 @@ from runs import ARGUMENTS
 from specs import spec
 from state_records import StateRecords
 
-from ingot.launch.protocol import LaunchFolder
+from ingot.launch.protocol import CLUSTER_AGENT, LaunchFolder
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.cluster import AgentEnded, LostNode
-from ingot.launch.supervisor.records import StopReason
+from ingot.launch.supervisor.cluster import AgentEnded, LostNode, ThisMachine
 from ingot.launch.supervisor.supervise import Supervisor
 
 HOOK = str(Path(__file__).parent / "node_hook")
 
 
-class LocalCluster:
+class LocalCluster(ThisMachine):
     """What the supervisor asks of a cluster. Nodes in `down` have died, those in `absent` never start an agent."""
 
     def __init__(self, launch: LaunchSpec, names: Sequence[str], fault: Mapping[str, Any] | None, restart: int = 0):
+        super().__init__(LaunchFolder(Path(launch.run_folder)).spec_file, "7", restart, "127.0.0.1")
         self.spec, self.names, self.fault = launch, list(names), dict(fault) if fault else None
-        self.job, self.restart, self.host = "7", restart, "127.0.0.1"
-        self.ended: asyncio.Queue[AgentEnded] = asyncio.Queue()
         self.down: set[str] = set()
         self.absent: set[str] = set()
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -39,9 +37,6 @@ class LocalCluster:
 
     async def nodes(self) -> list[str]:
         return self.names
-
-    async def stage(self) -> dict[str, str]:
-        return {}
 
     async def start_agents(self, nodes: Sequence[str], env: Mapping[str, str]) -> None:
         for node in nodes:
@@ -54,21 +49,14 @@ class LocalCluster:
             log = Path(self.spec.run_folder).parent / f"{node}.log"
             with log.open("ab") as output:
                 self.agents[node] = subprocess.Popen(
-                    [sys.executable, "-m", "ingot.launch.agent.cluster_agent", "--spec",
-                     str(LaunchFolder(Path(self.spec.run_folder)).spec_file)],
+                    [sys.executable, "-m", CLUSTER_AGENT, "--spec", str(self.spec_file)],
                     env={**os.environ, **env, **own}, stdout=output, stderr=output,
                 )  # fmt: skip
-
-    async def start_deputy(self, nodes: Sequence[str], address: str) -> None:
-        pass
 
     async def end_agents(self) -> None:
         for agent in self.agents.values():
             agent.kill()
             agent.wait()
-
-    async def abandon_steps(self) -> None:
-        pass
 
     async def end_earlier_steps(self) -> None:
         await self.end_agents()
@@ -76,21 +64,9 @@ class LocalCluster:
     async def lost_nodes(self, nodes: Sequence[str]) -> list[LostNode]:
         return [LostNode(node, "DOWN") for node in nodes if node in self.down]
 
-    async def restarted_nodes(self, nodes: Sequence[str], since: str) -> dict[str, str]:
-        return {}
-
-    async def is_answering(self) -> bool:
-        return True
-
-    async def signal_reason(self) -> StopReason:
-        return "signal"
-
     async def requeue(self, exclude: Sequence[str]) -> bool:
         self.requeued.append(list(exclude))
         return True
-
-    async def hand_over(self, exclude: Sequence[str]) -> bool:
-        return False
 
     async def comment(self, text: str) -> None:
         self.comments.append(text)

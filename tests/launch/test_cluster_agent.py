@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from conftest import TINY
+from disks import mounted
 from specs import spec
 from waiting import until
 
@@ -420,12 +420,7 @@ def test_a_node_without_the_run_folder_or_the_working_directory_says_so(tmp_path
 
 
 def test_a_node_whose_own_disk_is_full_is_at_fault_and_not_the_shared_one(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
     small = tmp_path / "tmp"
-    small.mkdir()
-    # room for one file or folder
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=2", "none", small], check=True)
 
     async def test() -> None:
         async with nodes(tmp_path) as here:
@@ -433,10 +428,8 @@ def test_a_node_whose_own_disk_is_full_is_at_fault_and_not_the_shared_one(tmp_pa
             failed = await here.side.ask(here.order())
             assert failed.kind == "machine" and "No space left on device" in failed.reason
 
-    try:
+    with mounted(small, "size=64k,nr_inodes=2"):  # room for one file or folder
         run(test)
-    finally:
-        subprocess.run(["umount", small], check=True)
 
 
 def test_ranks_are_watched_although_somebody_cleans_the_temporary_folder(tmp_path: Path) -> None:

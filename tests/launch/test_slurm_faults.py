@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -108,9 +107,7 @@ class TestFaults:
         """P1: faster than Slurm notices."""
         run = Watched(cluster, data, tmp_path / "run", "--spares", "1", **ALL).submit()
         run.wait_for_batch(10)
-        cluster.kill_node("n2")
-        time.sleep(2)
-        cluster.start_node("n2")
+        cluster.reboot_node("n2")
         run.end()
         assert run.causes[0] == ("lost", "n2") and run.nodes[1] == ("n1", "n3")
         assert_as_if_nothing_happened(run.folder, whole)
@@ -146,9 +143,7 @@ class TestFaults:
         """I8: when Slurm starts the job again, nothing seems wrong with the node."""
         run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
         run.wait_for_batch(6)
-        cluster.kill_node("n1")
-        time.sleep(2)
-        cluster.start_node("n1")
+        cluster.reboot_node("n1")
         run.end()
         assert run.causes == [("lost", "n1"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n2", "n3")]
         assert "n1 died and came back: its slurmd was started" in run.of(Closed)[0].cause.message

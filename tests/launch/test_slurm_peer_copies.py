@@ -45,10 +45,7 @@ def test_a_spare_for_a_node_that_dies_continues_from_the_copy_on_another(
 ) -> None:
     run = Copied(cluster, data, tmp_path / "run", "--spares", "1")
     run.wait_for_copies()
-    cluster.kill_node("n2")
-    if is_back:
-        time.sleep(2)
-        cluster.start_node("n2")
+    (cluster.reboot_node if is_back else cluster.kill_node)("n2")
     run.end_as_if_nothing_happened(whole)
     assert run.causes == [("lost", "n2"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n1", "n3")]
     assert set(judge.strikes(run.records)) <= {"n2"}

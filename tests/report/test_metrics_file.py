@@ -1,8 +1,6 @@
 """metrics.jsonl on a disk that is full."""
 
-import os
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY
+from disks import mounted
 from warm_process import run_warm
 
 from ingot.report.metrics_file import MetricsFile, read_rows
@@ -36,13 +35,8 @@ def test_rows_that_cannot_be_written_are_kept_and_written_whole_when_there_is_ro
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted(tmp_path / "disk", "size=8m") as folder:
+        yield folder
 
 
 def test_a_run_goes_on_while_its_disk_is_full(data: Path, small_disk: Path) -> None:

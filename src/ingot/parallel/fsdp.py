@@ -81,7 +81,7 @@ class GradientAccumulation:
     """How the gradients of a step's microbatches are added up, see above.
 
     While weights stay gathered and sums stay in their buffers, FSDP2 has nothing to do around a pass, but its hooks
-    take as long on the host as half of the pass itself. So the microbatches between the first and the last of a step,
+    still take the host's time for every block. So the microbatches between the first and the last of a step,
     if they add to buffers, run without them: they are the program of one process.
     """
 

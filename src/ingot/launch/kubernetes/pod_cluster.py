@@ -14,7 +14,6 @@ from pathlib import Path
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import ThisMachine
-from ingot.launch.supervisor.records import StopReason
 
 RESTART_VARIABLE = "INGOT_RESTART"
 """How often Kubernetes has replaced the pods; a PyTorchJob does not say."""
@@ -42,9 +41,6 @@ class PodCluster(ThisMachine):
                 print(f"{sum(map(bool, found))} of {self.spec.nodes} pods have started", flush=True)
                 reminder = time.monotonic() + REMINDER_SECONDS
             await asyncio.sleep(POLL_SECONDS)
-
-    async def signal_reason(self) -> StopReason:
-        return "signal"
 
     async def requeue(self, exclude: Sequence[str]) -> bool:
         return True  # by the exit code
