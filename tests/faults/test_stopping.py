@@ -86,7 +86,9 @@ def test_a_stop_file_and_a_wall_time_limit_save_and_stop(data: Path, whole: Path
 def test_a_second_launcher_on_the_same_folder_is_refused_with_the_owners_name(data: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
     run.wait_for_batch(2)
-    said = Run(data, run.folder, nproc=1).run(code=2)
+    second = Run(data, run.folder, nproc=1)
+    second.command[-2:] = []  # without a launcher, which would be refused before its rank
+    said = second.run(code=2)
     assert f"is in use by process {run.ranks()[0]} on" in said
     run.process.terminate()
     run.end(code=75)

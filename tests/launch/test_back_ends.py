@@ -74,7 +74,7 @@ def test_a_run_on_kubernetes_has_a_status_is_ended_and_launched_again(
     (tmp_path / "object").unlink()
     for line in ("machine", "machine"):
         with (run / "failures.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": line, "host": "n7", "message": "gone", "time": "", "attempt": "1", "rank": 0,
+            file.write(json.dumps({"kind": line, "host": "n7", "message": "gone", "time": "", "attempt": "a.0.1", "rank": 0,
                                    "batch": 1, "progress": False}) + "\n")  # fmt: skip
     printed = ingot("launch", "resume", str(run), "--dry-run").stdout
     assert next(yaml.safe_load_all(printed))["stringData"]["own.yaml"] == "max_duration: 3ba\n"

@@ -12,7 +12,8 @@ from ingot.errors import ConfigError
 from ingot.launch.monitor.job_states import JobState, job_states
 from ingot.launch.monitor.status import read_status
 from ingot.launch.protocol import LaunchFolder
-from ingot.launch.submit import register_local, submit_to_slurm
+from ingot.launch.register import register_local
+from ingot.launch.submit import submit_to_slurm
 
 __all__ = ["cluster"]
 

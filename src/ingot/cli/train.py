@@ -1,6 +1,7 @@
 """`ingot train`"""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,8 @@ from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
 from ingot.launch.agent.local_ranks import count_gpus, find_node
 from ingot.launch.agent.rank_main import prepare_torch, train_rank
-from ingot.launch.supervisor.local import run_processes
+from ingot.launch.local.run import run_processes
+from ingot.launch.register import register_train
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
@@ -98,10 +100,19 @@ def start(
         layout, _ = choose_layout(config.parallel, node.world, config.model, batch, work, node=node.processes)
         check_early(config, fresh, layout, node.processes, may_have_gpu())
         if node.world > 1 or nproc is not None:  # asked for, one process too gets a supervisor
-            return run_processes(command, node, Path(config.run_folder))
+            run = Path(config.run_folder)
+            if node.is_alone:
+                register_train(run)
+            return run_processes(command, node, run, command=_to_continue(command, node.processes))
     if here.rank == 0:
         clear_stop_request(Path(config.run_folder))
     return train_rank(config, fresh)
+
+
+def _to_continue(command: list[str], nproc: int) -> str:
+    """What the user types to continue the run."""
+    words = [word for word in command[1:] if word not in ("--fresh", "--")]
+    return shlex.join(["ingot", "train", "--nproc", str(nproc), *words])
 
 
 def _devices(config: RunConfig) -> int:

@@ -83,7 +83,8 @@ def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
     """Nodes with at least this many faults of their own, over all jobs of a run. For attempts that version 0.1 made,
-    there are no records of a supervisor but lines of `failures.jsonl`."""
+    there are no records of a supervisor but lines of `failures.jsonl`; those without a job in their name are of a run
+    on one machine, which has no other."""
     launch = LaunchFolder(run)
     counts: Counter[str] = Counter(launch.lost_nodes())
     recorded: set[str] = set()
@@ -92,7 +93,7 @@ def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
             records = read_state(path)
             counts.update(struck_nodes(records))
             recorded |= {record.attempt for record in records if isinstance(record, Opened)}
-    earlier = [line for line in read_all_failures(run) if line["attempt"] not in recorded]
+    earlier = [line for line in read_all_failures(run) if line["attempt"] not in recorded and "." in line["attempt"]]
     hosts = [line["host"] for line in earlier if line["kind"] in NODE_KINDS]
     counts.update(host for host in hosts if host and isinstance(host, str))
     return {host: count for host, count in counts.items() if count >= least}

@@ -5,7 +5,8 @@ The supervisor leads and the agents answer, over TCP (`messages`); what it decid
 (`supervisor/records`). Agents send each other copies of the training state, over TCP as well (`peer_copies/wire`). On
 Kubernetes the supervisor runs in the first pod. `ingot doctor --cluster` leads agents the same way.
 
-An attempt is named JOB.RESTART.NUMBER on Slurm (RESTART counts requeues), LAUNCH.RESTART.NUMBER on Kubernetes.
+An attempt is named JOB.RESTART.NUMBER on Slurm (RESTART counts requeues), LAUNCH.RESTART.NUMBER on Kubernetes,
+local.LAUNCH.NUMBER on one machine (LAUNCH counts the launches before).
 
 Files of the launch folder, RUN/launch/:
 
@@ -13,12 +14,12 @@ Files of the launch folder, RUN/launch/:
 |---|---|---|---|---|
 | spec.json | `ingot launch` | supervisor, agents, status, resume | the launch spec, mode 0600 | until the next launch |
 | job.sh, array.sh, last.sh | `ingot launch slurm` | sbatch | job scripts | until the next launch |
-| jobs.jsonl | `ingot launch` | status, stop, resume, logs | a line per submitted job | the run's |
-| .lock | `ingot launch` | `ingot launch` | empty; locked while submitting | the run's |
-| state.jsonl | `ingot launch`, then supervisor | supervisor, status, logs | every step of every launch | the run's |
+| jobs.jsonl | `ingot launch`, `ingot train` | status, stop, resume, logs | a line per submitted job | the run's |
+| .lock | the same | the same | empty; locked while submitting | the run's |
+| state.jsonl | the same, then supervisor | supervisor, status, logs | every step of every launch | the run's |
 | shares/K/state.jsonl | supervisor of a share | the same, status | the same, of a share of a preparation | the run's |
 | epochs/N | supervisor | supervisor | empty: attempt N has begun | the run's |
-| reserve | supervisor | - | 1 MiB, freed to write on a full disk how it ended | the run's |
+| reserve | whoever writes state.jsonl | - | 1 MiB, freed to write on a full disk how it ended | the run's |
 | files/NAME | `ingot launch kubernetes` | resume | config files that travel with the job | until the next launch |
 | slurm-JOB.out | Slurm | logs, and Slurm's answer about a job | what the supervisor prints | the run's |
 | output/START.N.NODE.out | srun | people | what agents and rank 0 print; N counts the sruns of a start | the run's |
@@ -79,6 +80,7 @@ known.
 | 138 | - | - | Kubernetes replaces all pods (a PyTorchJob retries codes from 128) |
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -93,6 +95,8 @@ from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
+LOCAL, TRAIN = "local", "train"
+"""Back ends of a run on one machine, whose launcher is its job: `ingot launch local`, and `ingot train`."""
 CLUSTER_AGENT = "ingot.launch.agent.cluster_agent"
 """The module that runs on each node; its supervisor starts it. Jobs that v0.1 queued start `ingot.launch.worker`."""
 ATTEMPT_VARIABLE = "INGOT_JOB_ATTEMPT"
@@ -109,7 +113,7 @@ class Job:
     """A submitted job."""
 
     back_end: str
-    """slurm, local, or kubernetes/NAMESPACE/KIND."""
+    """slurm, local, train (`ingot train`: there is no spec), or kubernetes/NAMESPACE/KIND."""
     id: str
     time: str
 
@@ -128,7 +132,11 @@ class LaunchFolder:
         """Held while a job is submitted: the second of two launchers finds the first one's job."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:  # a file system without locks: two launchers at the same moment are not told apart
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
             yield
 
     def write_script(self, name: str, text: str) -> Path:
@@ -186,6 +194,10 @@ class LaunchFolder:
     def halt(self, reason: str) -> None:
         """Let no further job of this launch try again."""
         (self.path / _HALT).write_text(f"{reason}\n", encoding="utf-8")
+
+    def clear_halt(self) -> None:
+        """A user launches the run again."""
+        (self.path / _HALT).unlink(missing_ok=True)
 
     def halted(self) -> str | None:
         """Why the launch was halted; None if it was not."""

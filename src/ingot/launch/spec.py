@@ -235,6 +235,7 @@ def read_spec(path: Path) -> LaunchSpec:
     try:
         return make_spec(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: nothing was launched from this folder") from None
+        again = "a run of `ingot train` continues with the same command"
+        raise ConfigError(f"{path} does not exist: nothing was launched from this folder; {again}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not a launch spec: {error}") from None

@@ -1,6 +1,5 @@
 """Submitting a run to its back end, for the first time or again."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,8 @@ from ingot.launch.build_spec import strikes
 from ingot.launch.image import expected_sum
 from ingot.launch.kubernetes import kubectl, objects
 from ingot.launch.measured_times import read_times
-from ingot.launch.monitor.job_states import has_ended, job_states
-from ingot.launch.monitor.owner import living_owner
-from ingot.launch.protocol import LaunchFolder
+from ingot.launch.protocol import TRAIN, LaunchFolder
+from ingot.launch.register import only_job
 from ingot.launch.slurm.commands import cancel, submit
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec, make_spec, read_spec
@@ -31,7 +29,7 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
     id, or several separated by commas."""
     run = Path(spec.run_folder)
     launch = LaunchFolder(run)
-    with _only_job(launch):
+    with only_job(launch):
         if spec.stage and spec.image:
             expected_sum(Path(spec.image))
         spec.write()
@@ -63,7 +61,7 @@ def submit_to_kubernetes(spec: LaunchSpec, kind: objects.Kind, files: Mapping[st
     folder = LaunchFolder(Path(spec.run_folder))
     if not folder.run.is_dir():  # the volume is not mounted here
         return name, kubectl.apply(text)
-    with _only_job(folder):
+    with only_job(folder):
         record = Launched(time=now(), launch=launch, back_end="kubernetes", nodes=spec.nodes)
         with _recorded(record, folder, folder.leftovers()):
             said = kubectl.apply(text)
@@ -71,33 +69,6 @@ def submit_to_kubernetes(spec: LaunchSpec, kind: objects.Kind, files: Mapping[st
         folder.keep_files(files)
         folder.add_job(f"kubernetes/{spec.namespace}/{kind}", name)
     return name, said
-
-
-def register_local(spec: LaunchSpec) -> None:
-    """Note that this process runs a run here; refused while a job of it is queued or running."""
-    launch = LaunchFolder(Path(spec.run_folder))
-    with _only_job(launch):
-        spec.write()
-        launch.add_job("local", str(os.getpid()))
-
-
-@contextmanager
-def _only_job(launch: LaunchFolder) -> Iterator[None]:
-    """Refuse a second job of a run; of two launchers at the same moment, the second finds the job of the first."""
-    run = launch.run
-    with launch.lock():
-        states = job_states(run)
-        if states is None:
-            gone = f"if its cluster is gone, remove it from {launch.path}/jobs.jsonl"
-            raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; {gone}")
-        if living := [str(job) for job in states if job.is_living]:
-            end = f"stop it first with `ingot stop {run}`, which saves, or end it at once with `ingot stop --now {run}`"
-            raise ConfigError(f"{run} already has a job: {living[0]}; {end}")
-        owner = living_owner(run)
-        if owner is not None and not (owner.job and has_ended(owner.job)):  # the next job deals with an orphan
-            then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"
-            raise ConfigError(f"{run} is in use by {owner}; {then}")
-        yield
 
 
 @contextmanager
@@ -134,7 +105,7 @@ def spec_to_resume(
     exclude, use: nodes to leave out in addition, and nodes to use in spite of their failures
     """
     launch = LaunchFolder(run)
-    spec, jobs = read_spec(launch.spec_file), launch.jobs()
+    spec, jobs = read_spec(launch.spec_file), [job for job in launch.jobs() if job.back_end != TRAIN]
     seconds = read_times(run).signal_seconds
     changes: dict[str, Any] = {"exclude": sorted({*spec.exclude, *strikes(run), *exclude} - set(use))}
     changes |= {"signal_seconds": seconds} if spec.verb == "train" else {}

@@ -110,7 +110,8 @@ def strikes_here(fault) -> bool:  # type: ignore[no-untyped-def]
         return False
     if "once" in fault or fault.get("attempts") == "all":
         return not is_over(fault)
-    return attempt in map(str, fault.get("attempts", [1]))
+    number = attempt.rpartition(".")[2] if attempt.startswith("local.") else attempt
+    return number in map(str, fault.get("attempts", [1]))
 
 
 mine = [fault for fault in FAULTS if strikes_here(fault)]

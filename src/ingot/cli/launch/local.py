@@ -11,9 +11,9 @@ from ingot.cli.launch.common import LOCAL, PANELS, Arguments, DryRun, RunOptions
 from ingot.cli.options import options_from
 from ingot.launch.agent.environment import launch_variables
 from ingot.launch.agent.local_ranks import Node, count_gpus
+from ingot.launch.local.run import run_processes
+from ingot.launch.register import register_local
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.submit import register_local
-from ingot.launch.supervisor.local import run_processes
 
 app = typer.Typer(add_completion=False)
 

@@ -17,7 +17,6 @@ from ingot.launch.profiles import find_profile
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.records import Phase
 from ingot.parallel.rank_env import ENDED_EPOCH
-from ingot.training.runtime.heartbeat import EVALUATION, SAVE, START, STEP
 from ingot.training.runtime.run_files import LOGS
 
 PROGRESS_SECONDS = 10.0  # between two reports of progress
@@ -25,7 +24,6 @@ SHOW_SECONDS = 1.0  # between two signs of life to the ranks
 ASLEEP_SECONDS = 2.0  # between two looks: this machine was suspended, so its ranks get another chance
 KEPT_ATTEMPTS = 5  # whose logs are kept
 TEARDOWN_KILL_SECONDS, TEARDOWN_FOLDER_SECONDS = 8.0, 1.0  # the supervisor waits 10 s for an answer
-PHASES: dict[str, Phase] = {START: "starting", STEP: "running", EVALUATION: "evaluating", SAVE: "saving"}
 
 
 class NodeRanks:
@@ -98,7 +96,7 @@ class NodeRanks:
             self._facts += found
         if not found and not was_asleep:
             found += self._hang()
-        if self.group.living() and (now - self._reported_at >= PROGRESS_SECONDS or self._phase_now() != self._phase):
+        if self.group.living() and (now - self._reported_at >= PROGRESS_SECONDS or self.group.phase() != self._phase):
             found.append(self._progress(now))
         return found
 
@@ -131,12 +129,8 @@ class NodeRanks:
         what = f"rank {rank} has made no progress for {seconds:.0f} s in batch {beat.batch + 1} ({beat.phase})"
         return [Suspicion(self.epoch, rank, what, is_hang=True)]
 
-    def _phase_now(self) -> Phase:
-        beats = self.group.beats().values()
-        return PHASES[min(beats, key=lambda beat: beat.at).phase] if beats else "starting"
-
     def _progress(self, now: float) -> RankProgress:
-        self._reported_at, self._phase = now, self._phase_now()
+        self._reported_at, self._phase = now, self.group.phase()
         beats = self.group.beats().values()
         batch = max((beat.batch + 1 for beat in beats), default=0)
         return RankProgress(self.epoch, self._phase, batch, max((beat.own_seconds for beat in beats), default=0.0))

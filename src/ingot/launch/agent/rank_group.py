@@ -33,13 +33,26 @@ from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.node_state import FOLDER_SECONDS, NodeWatch
 from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
+from ingot.launch.supervisor.records import Phase
 from ingot.parallel.rank_env import ATTEMPT, EPOCH, STORE_FD
 from ingot.training.runtime.fence import VARIABLE as AGENT_VARIABLE
 from ingot.training.runtime.fence import AgentClock
-from ingot.training.runtime.heartbeat import FORMAT, STACKS_VARIABLE, START_SECONDS, Beat, make_file, parse_beat
+from ingot.training.runtime.heartbeat import (
+    EVALUATION,
+    FORMAT,
+    SAVE,
+    STACKS_VARIABLE,
+    START,
+    START_SECONDS,
+    STEP,
+    Beat,
+    make_file,
+    parse_beat,
+)
 from ingot.training.runtime.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
 
 NO_FAILURE = (0, EXIT_CONTINUE)
+PHASES: dict[str, Phase] = {START: "starting", STEP: "running", EVALUATION: "evaluating", SAVE: "saving"}
 TEMPORARY, LOCK = "ingot-launch-", "lock"
 KILL_SECONDS = 10.0  # for killed ranks to disappear
 KILL_POLL_SECONDS = 0.02
@@ -146,6 +159,11 @@ class RankGroup:
         """The last heartbeats of ranks that have sent one."""
         found = {rank: parse_beat(os.pread(file, FORMAT.size, 0)) for rank, file in self._beats.items()}
         return {rank: beat for rank, beat in found.items() if beat is not None}
+
+    def phase(self) -> Phase:
+        """What the rank does that has made no progress for longest."""
+        beats = self.beats().values()
+        return PHASES[min(beats, key=lambda beat: beat.at).phase] if beats else "starting"
 
     def late(self) -> dict[int, Beat]:
         """Living ranks that have made no progress for longer than they may."""

@@ -23,7 +23,7 @@ class AttemptView:
     nodes: list[str]
     opened: str
     first_batch: int
-    """The checkpoint that it continued from."""
+    """The batch that it continued from, of a checkpoint or a newer copy in host memory."""
     closed: str = ""
     last_batch: int = 0
     """The newest checkpoint when it ended."""
@@ -38,10 +38,13 @@ class AttemptView:
     """What was decided: restart, swap, wait, requeue, finish, stop or halt."""
     reason: str = ""
     logs: str = ""
+    is_copy: bool = False
+    """Whether it continued from a copy in host memory."""
 
     def line(self) -> str:
         """For people."""
         text = f"{self.attempt} on {names(self.nodes)}, from batch {self.first_batch}"
+        text += " (a copy in host memory)" if self.is_copy else ""
         if not self.closed:
             return f"{text}: not ended"
         text += f" to {self.last_batch}" if self.last_batch > self.first_batch else ", no new checkpoint"
@@ -100,12 +103,13 @@ def attempts_of(view: LaunchView) -> list[AttemptView]:
         opened, closed, cause = attempt.opened, attempt.closed, attempt.cause
         judged = decided.get(closed.epoch)
         found.append(AttemptView(
-            opened.attempt, list(opened.nodes), opened.time, opened.step, closed.time, closed.step, cause.kind,
-            without_bad_advice(cause.message), _culprit(cause), list(cause.suspects), cause.rank, cause.batch,
-            judged.action if judged else "", without_bad_advice(judged.reason) if judged else "", cause.evidence,
+            opened.attempt, list(opened.nodes), opened.time, opened.first, closed.time, closed.step, cause.kind,
+            without_bad_advice(cause.message), _culprit(cause, opened.nodes), list(cause.suspects), cause.rank,
+            cause.batch, judged.action if judged else "", without_bad_advice(judged.reason) if judged else "",
+            cause.evidence, opened.copied > 0,
         ))  # fmt: skip
     if (now := view.history.open) is not None:
-        found.append(AttemptView(now.attempt, list(now.nodes), now.time, now.step))
+        found.append(AttemptView(now.attempt, list(now.nodes), now.time, now.first, is_copy=now.copied > 0))
     return found
 
 
@@ -123,10 +127,10 @@ def names(nodes: Sequence[str], most: int = 4) -> str:
     return shown if len(nodes) <= most else f"{shown} and {len(nodes) - most:,} more"
 
 
-def _culprit(cause: Cause) -> str:
+def _culprit(cause: Cause, nodes: Sequence[str]) -> str:
     if cause.node:
         return cause.node
-    return UNDECIDED if cause.suspects or cause.kind in ("hang", "lost") else ""
+    return UNDECIDED if cause.suspects or (cause.kind in ("hang", "lost") and len(nodes) > 1) else ""
 
 
 def _phase(records: Sequence[Any]) -> PhaseBegan | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ingot.errors import IngotError
 from ingot.launch.kubernetes import kubectl
 from ingot.launch.monitor.owner import start_ticks
-from ingot.launch.protocol import Job, LaunchFolder
+from ingot.launch.protocol import LOCAL, TRAIN, Job, LaunchFolder
 from ingot.launch.slurm import commands as slurm
 from ingot.launch.slurm.queue import belongs_to, explain, queued_jobs
 from ingot.launch.spec import read_spec
@@ -139,7 +139,7 @@ def _ask(run: Path, back_end: str, jobs: Sequence[Job]) -> list[JobState] | None
             for q in queued
             if belongs_to(q, LaunchFolder(run).path)
         ]
-    if back_end == "local":
+    if back_end in (LOCAL, TRAIN):
         return [JobState(job.id, "RUNNING") for job in jobs if _is_launcher(job)]
     try:
         _, namespace, kind = back_end.split("/")
@@ -152,7 +152,7 @@ def _ask(run: Path, back_end: str, jobs: Sequence[Job]) -> list[JobState] | None
 def _end(job: Job) -> None:
     if job.back_end == "slurm":
         slurm.cancel(job.id)
-    elif job.back_end == "local":
+    elif job.back_end in (LOCAL, TRAIN):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(job.id), signal.SIGKILL)  # its processes go with it
     else:
@@ -172,5 +172,5 @@ def _is_launcher(job: Job) -> bool:
     if ticks is None:
         return False
     older_by = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") - age  # than the line
-    is_ours = b"launch" in words and bool({b"local", b"resume"} & set(words))
+    is_ours = not {b"launch", b"train", b"profile", b"quickstart"}.isdisjoint(words)
     return is_ours and -_CLOCK_SECONDS <= older_by <= _ENTRY_SECONDS

@@ -7,7 +7,7 @@ from datetime import datetime
 from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.monitor.job_states import JobState
 from ingot.launch.monitor.owner import LivingOwner
-from ingot.launch.supervisor.history import LAUNCH_ENDING_STOPS, History
+from ingot.launch.supervisor.history import LAUNCH_ENDING_STOPS, LAUNCHER_GONE, History
 from ingot.launch.supervisor.judge import launch_end
 from ingot.launch.supervisor.records import Judged, PhaseBegan
 
@@ -55,10 +55,12 @@ class Facts:
     cancelled_by: str = ""
     exit: str = ""
     """What the script of a job that failed ended with, if Slurm says so."""
+    elsewhere: str = ""
+    """The other machine that the launcher of a local run was started on."""
 
     @property
     def resume(self) -> str:
-        return f"ingot launch resume {self.run}"
+        return self.history.resume(self.run)
 
     @property
     def living(self) -> list[JobState]:
@@ -135,12 +137,16 @@ def _between(facts: Facts) -> RunState:
             return RunState("restarting", last.time, f"attempt {len(history.attempts) + 1} starts: {last.reason}")
     if phase is not None and phase.phase in ("running", "evaluating", "saving"):
         return RunState("running", phase.time, _until_limit(facts))  # its owner's file could not be seen
-    what = _PHASES.get(phase.phase, phase.phase) if phase is not None else "the job has just begun"
+    what = "starting the ranks" if history.is_local else "the job has just begun"
+    what = _PHASES.get(phase.phase, phase.phase) if phase is not None else what
     what += f" ({phase.detail})" if phase is not None and phase.detail else ""
     since = phase.time if phase is not None else _last_time(history)
     if phase is not None and phase.phase == "collecting":
         return RunState("restarting", since, f"{what}; then it is decided how to go on")
-    return RunState("starting", since, f"{what}; then it trains from batch {facts.checkpoint}")
+    opened = history.open
+    copied = opened.copied if opened is not None and opened.copied > facts.checkpoint else 0
+    where = f"the copy of batch {copied} in host memory" if copied else f"batch {facts.checkpoint}"
+    return RunState("starting", since, f"{what}; then it trains from {where}")
 
 
 def _queued(facts: Facts) -> RunState:
@@ -171,9 +177,12 @@ def _gone(facts: Facts) -> RunState:
     history = facts.history
     if facts.asked_to_stop:
         return RunState("stopped by the file STOP", _last_time(history), "nothing by itself", facts.resume)
-    if not facts.was_started:
+    if not facts.was_started and not history.starts:
         return RunState("never started")
-    ended = [_end_of(job, facts) for job in facts.jobs or ()]
+    if history.is_local and facts.elsewhere:
+        ask = f"it was launched on {facts.elsewhere}: `ingot status` there says whether it still runs"
+        return RunState("unknown: this machine cannot see its launcher", _last_time(history), ask)
+    ended = [LAUNCHER_GONE] if history.is_local else [_end_of(job, facts) for job in facts.jobs or ()]
     if history.open is not None and not ended:
         ended = ["its job has gone, and Slurm no longer knows why"]
     advice = facts.resume if history.launched is not None or facts.jobs else ""

@@ -23,7 +23,7 @@ from ingot.launch.monitor.run_state import Facts, RunState, describe
 from ingot.launch.protocol import LAUNCH, LaunchFolder
 from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.slurm.queue import canceller, exit_of
-from ingot.launch.supervisor.failure_log import read_all_failures, read_failures
+from ingot.launch.supervisor.failure_log import node_name, read_all_failures, read_failures
 from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.progress import newest_checkpoint, pieces_done
 from ingot.plurals import count_of
@@ -172,7 +172,7 @@ def read_status(run: Path) -> Status:
         state=state.state, since=state.since, next=state.next, advice=state.advice,
         stopped=_stopped(run) if state.state == "not running" else "", stop=_stop(history),
         cancelled_by=facts.cancelled_by, verb=verb, pieces=pieces_done(run) if verb == "prepare" else 0,
-        checkpoint=facts.checkpoint, attempts=len(attempts) or _attempts(run), attempt_list=attempts,
+        checkpoint=facts.checkpoint, attempts=len(attempts) or _attempts(run, state.state), attempt_list=attempts,
         failures=read_all_failures(run), jobs={job.id: job.state for job in facts.jobs or ()},
         waits_for={job.id: job.reason for job in facts.living if job.reason}, job_starts=_starts(launches),
         job_numbers={job.id: job.number for job in facts.jobs or () if job.number},
@@ -200,7 +200,7 @@ def _describe(run: Path, verb: str, launches: list[LaunchView]) -> tuple[RunStat
     facts = Facts(
         str(run), verb, main.history if main else History(), main.phase if main else None, jobs, owner, finished,
         halted, (run / STOP).exists(), (run / METRICS).exists() or bool(LaunchFolder(run).jobs()),
-        newest_checkpoint(run), _cancelled_by(jobs), _exit_of(run, jobs),
+        newest_checkpoint(run), _cancelled_by(jobs), _exit_of(run, jobs), _elsewhere(main),
     )  # fmt: skip
     state = describe(facts)
     if state.state == "running" and facts.phase is not None and facts.phase.detail:
@@ -233,6 +233,11 @@ def _exit_of(run: Path, jobs: list[JobState] | None) -> str:
     return exit_of(failed[-1]) if failed else ""
 
 
+def _elsewhere(view: LaunchView | None) -> str:
+    host = view.history.starts[-1].host if view is not None and view.history.starts else ""
+    return host if host != node_name() else ""
+
+
 def _stop(history: History) -> dict[str, str]:
     stop = history.stop
     return {} if stop is None else {"reason": stop.reason, "detail": stop.detail, "time": stop.time}
@@ -259,10 +264,14 @@ def _stopped(run: Path) -> str:
     return f"{why}; {then}"
 
 
-def _attempts(run: Path) -> int:
-    """On a cluster each has a folder of logs; on one machine they share one, and all but the last have failed."""
-    folders = [path for path in (run / LOGS).glob("*") if path.is_dir()]
-    return len(folders) or (len(read_failures(run)) + 1 if (run / LOGS).is_dir() else 0)
+def _attempts(run: Path, state: str) -> int:
+    """Of a run without records. On a cluster each has a folder of logs; on one machine they share one, and all but the
+    last have failed; the last one, too, if the run broke off."""
+    if folders := [path for path in (run / LOGS).glob("*") if path.is_dir()]:
+        return len(folders)
+    failed = len(read_failures(run))
+    has_failed = failed and state == "not running" and not _stopped(run)
+    return failed if has_failed else failed + (run / LOGS).is_dir()
 
 
 def _local(time: str) -> str:

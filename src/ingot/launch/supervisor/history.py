@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from ingot.launch.protocol import LOCAL
 from ingot.launch.supervisor.records import (
     Cause,
     Closed,
@@ -20,6 +21,8 @@ from ingot.launch.supervisor.state_file import current_launch
 LAUNCH_ENDING_STOPS = ("user", "wall-time")
 """Reasons that end the launch. A time limit or a signal is the cluster's: it ends this start of the job only."""
 DAY = timedelta(days=1)
+LAUNCHER_GONE = "its launcher was killed, or the machine was restarted"
+"""Why an attempt on one machine was left open."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ class History:
     @property
     def nodes_needed(self) -> int:
         return self.launched.nodes if self.launched else 1
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs on one machine, under its launcher."""
+        return self.launched is not None and self.launched.back_end == LOCAL
+
+    def resume(self, run: str) -> str:
+        """The command that continues the run."""
+        return (self.launched.command if self.launched else "") or f"ingot launch resume {run}"
 
     @property
     def allocation(self) -> tuple[str, ...]:

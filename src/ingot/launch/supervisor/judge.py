@@ -185,10 +185,10 @@ class _Judgment:
             "wall-time": "max_wall_time is over",
             "signal": "a signal asked it to stop",
         }
-        return Verdict(self.judged("stop", why[stop.reason] + _detail(stop.detail), f"ingot launch resume {self.run}"))
+        return Verdict(self.judged("stop", why[stop.reason] + _detail(stop.detail), self.history.resume(self.run)))
 
     def halt(self, reason: str, advice: str = "") -> Verdict:
-        return Verdict(self.judged("halt", reason, advice or f"ingot launch resume {self.run}"))
+        return Verdict(self.judged("halt", reason, advice or self.history.resume(self.run)))
 
     def too_few(self) -> str:
         usable = self.history.usable_nodes()
@@ -227,7 +227,7 @@ class _Judgment:
     def _nodes_at_fault(self, group: Sequence[ClosedAttempt]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Nodes that the job must do without, and those that it does without if it can."""
         cause = group[-1].cause
-        if self.history.launched is not None and self.history.launched.back_end == "local":
+        if self.history.is_local:
             return (), ()  # there is only this machine
         named = tuple(dict.fromkeys(node for node in (cause.node, *cause.bad_nodes) if node))
         if cause.kind in LEFT_OUT_AT_ONCE or (cause.is_local and cause.kind in ("machine", "lost", "site")):

@@ -1,8 +1,8 @@
 """What the supervisor of a job writes down: `launch/state.jsonl`, a record per line.
 
-The file has one writer at a time: `ingot launch` while no job of the run lives, then the supervisor of the job. Each
-record is on disk before the supervisor acts on it, so whoever starts next knows what was going on. `judge` decides by
-these records alone, and `ingot status` shows them.
+The file has one writer at a time: `ingot launch` while no job of the run lives, then the supervisor of the job; on one
+machine, the launcher. Each record is on disk before the supervisor acts on it, so whoever starts next knows what was
+going on. `judge` decides by these records alone, and `ingot status` shows them.
 """
 
 from typing import Literal
@@ -69,6 +69,8 @@ class Launched(_Record, frozen=True, tag="launched"):
     nodes: int
     spares: int = 0
     chain: int = 1
+    command: str = ""
+    """The user's command, where no launch spec says how to launch the run again."""
 
 
 class Started(_Record, frozen=True, tag="started"):
@@ -93,6 +95,14 @@ class Opened(_Record, frozen=True, tag="opened"):
     attempt: str
     nodes: tuple[str, ...]
     step: int
+    """The newest checkpoint."""
+    copied: int = 0
+    """The step of the newer copy in host memory that it continues from, if the supervisor knows of one."""
+
+    @property
+    def first(self) -> int:
+        """The step that it continues from."""
+        return max(self.step, self.copied)
 
 
 class PhaseBegan(_Record, frozen=True, tag="phase"):

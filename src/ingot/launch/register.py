@@ -1,0 +1,57 @@
+"""One job per run folder: whoever starts a run notes its job in `launch/jobs.jsonl`, and is refused while another job
+is queued or running."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ingot.errors import ConfigError, disk_error
+from ingot.launch.monitor.job_states import has_ended, job_states
+from ingot.launch.monitor.owner import living_owner
+from ingot.launch.protocol import LOCAL, TRAIN, LaunchFolder
+from ingot.launch.spec import LaunchSpec
+
+
+def register_local(spec: LaunchSpec) -> None:
+    """Note that this process runs a launch spec here; refused while a job of the run is queued or running."""
+    launch = LaunchFolder(Path(spec.run_folder))
+    try:
+        with only_job(launch):
+            spec.write()
+            launch.add_job(LOCAL, str(os.getpid()))
+    except OSError as error:
+        raise disk_error("write the run folder", launch.run, error) from None
+
+
+def register_train(run: Path) -> None:
+    """The same for `ingot train`, which has no spec. An owner on another machine may be dead, and the ranks wait until
+    that is certain."""
+    launch = LaunchFolder(run)
+    try:
+        with only_job(launch, waits_for_owner=True):
+            launch.add_job(TRAIN, str(os.getpid()))
+    except OSError as error:
+        raise disk_error("write the run folder", run, error) from None
+
+
+@contextmanager
+def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[None]:
+    """Refuse a second job of a run; of two launchers at the same moment, the second finds the job of the first."""
+    run = launch.run
+    with launch.lock():
+        states = job_states(run)
+        if states is None:
+            gone = f"if its cluster is gone, remove it from {launch.path}/jobs.jsonl"
+            raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; {gone}")
+        if living := [str(job) for job in states if job.is_living]:
+            end = f"stop it first with `ingot stop {run}`, which saves, or end it at once with `ingot stop --now {run}`"
+            raise ConfigError(f"{run} already has a job: {living[0]}; {end}")
+        owner = living_owner(run)
+        if owner is not None and waits_for_owner and owner.host != socket.gethostname():
+            owner = None
+        if owner is not None and not (owner.job and has_ended(owner.job)):  # the next job deals with an orphan
+            then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"
+            raise ConfigError(f"{run} is in use by {owner}; {then}")
+        yield
