@@ -148,7 +148,11 @@ def test_a_local_run_is_stopped_now_and_launched_again(
     finally:
         launcher.kill()
         launcher.wait()
-    assert ingot("stop", "--now", str(run)).stdout.strip().endswith("it has no job to end")
+    (run / "STOP").unlink()
+    for flags in (["--now"], []):  # there is nothing left to stop, and nothing that a later start would obey
+        said = ingot("stop", *flags, str(run)).stdout
+        assert f"{run} is not running, so there is nothing to stop; `ingot launch resume {run}` continues it" in said
+    assert not (run / "STOP").exists()
     spec = read_spec(run / "launch" / "spec.json")
     path = run / "launch" / "spec.json"
     more = f"max_duration={newest_checkpoint(run) + 3}ba"

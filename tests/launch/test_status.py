@@ -20,6 +20,7 @@ from ingot.launch.monitor.logs import check_rank, error_lines
 from ingot.launch.monitor.owner import LivingOwner
 from ingot.launch.monitor.run_state import Facts, describe
 from ingot.launch.monitor.status import Status, read_status
+from ingot.launch.monitor.stop import stop_run
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.progress import who_asked
@@ -317,6 +318,68 @@ def test_an_object_of_kubernetes_has_started_as_often_as_its_pods() -> None:
                     job_numbers={"mine-0abc12": "0abc12"})  # fmt: skip
     assert "job mine-0abc12 (attempts 0abc12.*): RUNNING, started again 2 times" in status.lines()
     assert "job 7: RUNNING" in status.lines()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("7|FAILED|{script}|N/A|None", ""),  # a dead job
+        ("7|NODE_FAIL|{script}|N/A|None", ""),
+        ("", ""),  # which Slurm has forgotten
+        ("7|PENDING|{script}|N/A|Resources", "it will end when it starts"),
+        ("7|RUNNING|{script}|N/A|None", "asked"),
+        ("7|REQUEUED|{script}|N/A|None", "it will end when it starts"),
+    ],
+)
+def test_a_run_whose_job_is_dead_is_not_asked_to_stop(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
+) -> None:
+    """The file STOP would hide why it ended, and a later start might obey it."""
+    job = start()
+    job.open()
+    write(run, job)
+    slurm(tmp_path, monkeypatch, line.format(script=f"{run}/launch/job.sh"))
+    before = read_status(run)
+    said = stop_run(run, now=False)
+    assert (run / "STOP").exists() == bool(says) and says in said
+    if not says:
+        assert said == f"{run} is not running, so there is nothing to stop; `ingot launch resume {run}` continues it"
+        assert read_status(run) == before
+
+
+def test_a_halted_run_keeps_its_cause_when_it_is_asked_to_stop(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start()
+    job.open()
+    job.close(Cause("user", "no such file"))
+    write(run, job)
+    said = stop_run(run, now=False)
+    assert f"{run} is not running (halted: no such file), so there is nothing to stop; `ingot launch resume" in said
+    assert not (run / "STOP").exists() and read_status(run).state == "halted: no such file"
+    slurm(tmp_path, monkeypatch, f"7|PENDING|{run}/launch/job.sh|N/A|Dependency")  # the next job of its chain
+    stop_run(run, now=False)
+    assert (run / "STOP").exists()
+
+
+def test_a_file_stop_does_not_hide_how_a_job_ended(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start()
+    job.open()
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|NODE_FAIL|{run}/launch/job.sh|N/A|None")
+    (run / "STOP").touch()
+    status = read_status(run)
+    assert status.state == "stopped by the file STOP" and "job 7 ended as NODE_FAIL: a node of it died" in status.next
+
+
+def test_a_run_without_a_launch_is_not_told_to_resume_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    said = stop_run(tmp_path, now=False)
+    assert said == f"{tmp_path} is not running, so there is nothing to stop; the same command continues it"
+    (tmp_path / "STOP").touch()
+    status = read_status(tmp_path)
+    assert (status.state, status.advice) == ("stopped by the file STOP", "")
+    assert status.next == "nothing by itself; the same command continues"
 
 
 def test_a_slow_node_is_a_warning_while_the_run_goes_on(

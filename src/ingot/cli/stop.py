@@ -6,8 +6,8 @@ import typer
 
 from ingot.cli.commands import OptionCommand
 from ingot.cli.status import Run
-from ingot.launch.monitor.job_states import stop_run
 from ingot.launch.monitor.status import find_run
+from ingot.launch.monitor.stop import stop_run
 
 app = typer.Typer(add_completion=False)
 
@@ -19,7 +19,8 @@ def stop(
     """Ask a run to save and stop.
 
     It stops after its current step, and a job that waits in the queue ends
-    when it starts. The same command, or `ingot launch resume`, continues it.
+    when it starts. The same command, or `ingot launch resume`, continues
+    it. A run that is not running is left as it is.
 
     Examples:
       ingot stop runs/mpt-30b

@@ -5,10 +5,8 @@ All jobs that were ever launched into the folder count, not only the last: one t
 """
 
 import contextlib
-import getpass
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from ingot.launch.protocol import LOCAL, TRAIN, Job, LaunchFolder
 from ingot.launch.slurm import commands as slurm
 from ingot.launch.slurm.queue import belongs_to, explain, queued_jobs
 from ingot.launch.spec import read_spec
-from ingot.training.runtime.run_files import FINISHED, STOP
 
 # Every other state may still run: one that this list does not know must not lead to a second job in the same folder.
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL",
@@ -86,22 +83,6 @@ def job_states(run: Path) -> list[JobState] | None:
         return None
     shown = {job.id for job in last}
     return [state for state in states if state.is_living or state.id.partition("_")[0] in shown]
-
-
-def stop_run(run: Path, now: bool) -> str:
-    """Ask a run to save and stop (it checks for the file STOP once a second), or end its jobs now; returns what was
-    done."""
-    if (run / FINISHED).exists():
-        return f"{run} has finished already"
-    asked = datetime.now().astimezone().isoformat(timespec="seconds")
-    # keeps the rest of a chain from starting, too
-    (run / STOP).write_text(f"{getpass.getuser()}@{socket.gethostname()}, {asked}\n", encoding="utf-8")
-    if now or launched_verb(run) == "prepare":  # a preparation loses only the pieces that it is working on
-        return f"{run}: {end_jobs(run)}"
-    waiting = [state for state in job_states(run) or () if state.is_living]
-    if waiting and not any(state.is_running for state in waiting):
-        return f"job {waiting[0]}: it will end when it starts; `ingot stop --now {run}` takes it out of the queue"
-    return f"asked {run} to save and stop after its current step"
 
 
 def end_jobs(run: Path) -> str:

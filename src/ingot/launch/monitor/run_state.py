@@ -175,9 +175,7 @@ def _ended(facts: Facts, end: Judged) -> RunState:
 def _gone(facts: Facts) -> RunState:
     """No job, and nobody has said why."""
     history = facts.history
-    if facts.asked_to_stop:
-        return RunState("stopped by the file STOP", _last_time(history), "nothing by itself", facts.resume)
-    if not facts.was_started and not history.starts:
+    if not (facts.was_started or history.starts or facts.asked_to_stop):
         return RunState("never started")
     if history.is_local and facts.elsewhere:
         ask = f"it was launched on {facts.elsewhere}: `ingot status` there says whether it still runs"
@@ -187,6 +185,9 @@ def _gone(facts: Facts) -> RunState:
         ended = ["its job has gone, and Slurm no longer knows why"]
     advice = facts.resume if history.launched is not None or facts.jobs else ""
     since = _last_time(history)
+    if facts.asked_to_stop:
+        then = "nothing by itself" if advice else "nothing by itself; the same command continues"
+        return RunState("stopped by the file STOP", since, "; ".join([*ended, then]), advice)
     return RunState("not running", since, "; ".join([*ended, "nothing by itself"]) if advice else "", advice)
 
 
