@@ -54,6 +54,22 @@ def test_a_run_that_gave_up_says_why_and_what_to_do(data: Path, tmp_path: Path, 
     assert found["strikes"] == found["nodes_out"] == {}
 
 
+def test_each_attempt_is_marked_in_the_logs_and_errors_are_of_the_one_that_failed(
+    data: Path, tmp_path: Path, ingot_here: Callable[..., Any]
+) -> None:
+    """Attempts on one machine append to the same files."""
+    run = LocalRun(data, tmp_path / "run", nproc=1, kind="exception", rank=0, batch=6)
+    run.run()
+    said = ingot_here("logs", "--errors", str(run.folder)).stdout
+    log = said.partition(f"the end of {run.folder}/logs/rank-0.log:\n")[2].splitlines()
+    assert log[0].endswith(" ----- attempt local.0.1 -----") and "a bug that strikes here" in "\n".join(log)
+    assert "local.0.2" not in said and said.count("local.0.1 on ") == 1
+    for more in ([], ["--rank", "0"]):
+        marks = [line for line in ingot_here("logs", *more, str(run.folder)).stdout.splitlines() if "-----" in line]
+        assert [mark.partition(" ")[2] for mark in marks] == [
+            "----- attempt local.0.1 -----", "----- attempt local.0.2 -----"]  # fmt: skip
+
+
 def test_a_stop_is_recorded_with_its_reason(data: Path, tmp_path: Path, ingot: Callable[..., Any]) -> None:
     """Asked by Ctrl-C, by `ingot stop`, and by a limit of the run's own; each continues the same story."""
     run = LocalRun(data, tmp_path / "run", "max_duration=2000ba", nproc=1, **SLOW_STEPS).start()
@@ -182,7 +198,7 @@ def test_a_lost_launcher_of_another_machine_is_not_called_dead(tmp_path: Path, m
 
 def test_the_only_machine_gets_no_strikes_in_folders_of_earlier_versions_either(tmp_path: Path) -> None:
     mark_start(tmp_path)
-    for attempt in ("1", "2", "3"):
+    for attempt in ("1", "2", "local.0.3"):
         record(tmp_path, attempt=attempt, rank=1, batch=10, kind="machine", message="killed", progress=False)
     (tmp_path / "logs").mkdir()
     (tmp_path / "metrics.jsonl").touch()

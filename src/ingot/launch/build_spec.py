@@ -13,7 +13,7 @@ from ingot.config.recipes import check_recipe
 from ingot.launch.agent.failure import NODE_KINDS
 from ingot.launch.measured_times import read_times
 from ingot.launch.profiles import find_profile, launch_defaults
-from ingot.launch.protocol import LaunchFolder
+from ingot.launch.protocol import LOCAL, LaunchFolder
 from ingot.launch.spec import LaunchSpec, make_spec
 from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.launch.supervisor.judge import strikes as struck_nodes
@@ -84,7 +84,7 @@ def with_defaults(options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
     """Nodes with at least this many faults of their own, over all jobs of a run. For attempts that version 0.1 made,
     there are no records of a supervisor but lines of `failures.jsonl`; those without a job in their name are of a run
-    on one machine, which has no other."""
+    on one machine, which strikes nobody."""
     launch = LaunchFolder(run)
     counts: Counter[str] = Counter(launch.lost_nodes())
     recorded: set[str] = set()
@@ -93,10 +93,15 @@ def strikes(run: Path, least: int = MAX_STRIKES) -> dict[str, int]:
             records = read_state(path)
             counts.update(struck_nodes(records))
             recorded |= {record.attempt for record in records if isinstance(record, Opened)}
-    earlier = [line for line in read_all_failures(run) if line["attempt"] not in recorded and "." in line["attempt"]]
+    earlier = [line for line in read_all_failures(run) if line["attempt"] not in recorded and _is_jobs(line["attempt"])]
     hosts = [line["host"] for line in earlier if line["kind"] in NODE_KINDS]
     counts.update(host for host in hosts if host and isinstance(host, str))
     return {host: count for host, count in counts.items() if count >= least}
+
+
+def _is_jobs(attempt: str) -> bool:
+    """Whether an attempt was one of a job on a cluster, by its name."""
+    return "." in attempt and not attempt.startswith(f"{LOCAL}.")
 
 
 def _exclude_bad_nodes(values: dict[str, Any], run: Path) -> list[str]:

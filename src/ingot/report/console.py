@@ -21,8 +21,9 @@ from rich.table import Column
 from rich.text import Text
 
 from ingot.config.secrets import redact
+from ingot.parallel.rank_env import ATTEMPT
 from ingot.training.listener import Row, RunListener
-from ingot.training.runtime.run_files import LOGS
+from ingot.training.runtime.run_files import LOGS, attempt_mark
 
 PLAIN_SECONDS = 1.0  # minimum time between plain lines, except for evaluations and the last batch
 SPEED_ROWS = 32  # the speed shown is the median over these; metrics.jsonl has that of every row
@@ -107,6 +108,8 @@ class Console(RunListener):
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
         self.total = total
         self.log = self.log_path.open("a", encoding="utf-8")
+        if self.screen is not None and (attempt := os.environ.get(ATTEMPT)):  # the launcher marks the other ranks' logs
+            self._log(attempt_mark(attempt))
         for line in self.early:
             self._log(line)
         if self.screen is not None and self.screen.is_terminal and batch < total:

@@ -20,7 +20,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import IO
 
 from msgspec.structs import replace
 
@@ -50,6 +52,7 @@ from ingot.training.runtime.heartbeat import (
     parse_beat,
 )
 from ingot.training.runtime.heartbeat import VARIABLE as HEARTBEAT_VARIABLE
+from ingot.training.runtime.run_files import attempt_mark
 
 NO_FAILURE = (0, EXIT_CONTINUE)
 PHASES: dict[str, Phase] = {START: "starting", STEP: "running", EVALUATION: "evaluating", SAVE: "saving"}
@@ -136,11 +139,19 @@ class RankGroup:
             descriptors += (listener.fileno(),)
             env[STORE_FD] = str(listener.fileno())
         with (plan.logs / f"rank-{rank}.log").open("ab") as log:
+            if not plan.epoch:  # otherwise each attempt has a folder of its own
+                self._mark(log)
             self.processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", _entry(plan.arguments[0]), *plan.arguments], env=env, stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log, stderr=log, pass_fds=descriptors, preexec_fn=end_with_parent,
                 start_new_session=True,  # Ctrl-C in a terminal reaches only the launcher, which forwards it once
             )  # fmt: skip
+
+    def _mark(self, log: IO[bytes]) -> None:
+        now = datetime.now().isoformat(timespec="seconds")
+        with contextlib.suppress(OSError):  # a full disk
+            log.write(f"{now} {attempt_mark(self.plan.attempt)}\n".encode())
+            log.flush()
 
     # --- looking
 

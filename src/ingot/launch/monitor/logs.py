@@ -9,7 +9,7 @@ from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.monitor.attempts import attempts_of, read_launches
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.failure_log import read_all_failures
-from ingot.training.runtime.run_files import LOGS
+from ingot.training.runtime.run_files import LOGS, MARK, attempt_mark
 
 TAIL = 40  # lines of a failed rank's log
 MOST_FILES = 4  # of what nodes printed
@@ -60,12 +60,11 @@ def error_lines(run: Path) -> list[str]:
         message = without_bad_advice(f["message"])
         lines.append(f"{f['time']} attempt {f['attempt']}, rank {f['rank']} on {f['host']}: {message}")
     lines += [f"{attempt.closed} attempt {attempt.line()}" for attempt in failed]
-    if failed:
-        shown = _evidence(run, failed[-1].attempt, failed[-1].rank, failed[-1].kind)
-    else:
-        shown = _evidence(run, str(earlier[-1]["attempt"]), earlier[-1]["rank"], earlier[-1]["kind"])
-    for path in shown:
-        lines += ["", f"the end of {path}:", *path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]]
+    last = (failed[-1].attempt, failed[-1].rank, failed[-1].kind) if failed else (
+        str(earlier[-1]["attempt"]), earlier[-1]["rank"], earlier[-1]["kind"])  # fmt: skip
+    for path in _evidence(run, *last):
+        content = _of_attempt(path.read_text(encoding="utf-8", errors="replace").splitlines(), last[0])
+        lines += ["", f"the end of {path}:", *content[-TAIL:]]
     return [redact(line) for line in lines]
 
 
@@ -78,6 +77,15 @@ def _evidence(run: Path, attempt: str, rank: int, kind: str) -> list[Path]:
     output = LaunchFolder(run).path / "output"
     printed = [*output.glob(f"{attempt}.*.out"), *output.glob(f"{attempt.rpartition('.')[0]}.*.out")]
     return sorted(path for path in printed if _has_content(path))[:MOST_FILES] or LaunchFolder(run).slurm_logs()[-1:]
+
+
+def _of_attempt(lines: list[str], attempt: str) -> list[str]:
+    """The part of a log that one attempt has written; all of a log that has no mark of it."""
+    begin = max((number for number, line in enumerate(lines) if line.endswith(attempt_mark(attempt))), default=-1)
+    if begin < 0:
+        return lines
+    later = (number for number, line in enumerate(lines) if number > begin and MARK in line)
+    return lines[begin : next(later, len(lines))]
 
 
 def _has_content(path: Path) -> bool:

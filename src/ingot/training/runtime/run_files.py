@@ -22,3 +22,10 @@ MICROBATCH = "microbatch.json"  # a microbatch size that ran out of memory
 OURS = (CONFIG, METRICS, CHECKPOINTS, LOGS, TOKENIZER, TENSORBOARD, TRACKERS, SAMPLES, GENERATED, PROFILE, GUARDS,
         FINISHED, STOPPED, FAILURES, MICROBATCH, EVALUATIONS)  # fmt: skip
 """What `--fresh` removes."""
+
+MARK = "----- attempt "
+
+
+def attempt_mark(attempt: str) -> str:
+    """The line with which an attempt begins in a log that several attempts share."""
+    return f"{MARK}{attempt} -----"
