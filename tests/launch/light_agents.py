@@ -222,6 +222,8 @@ class LightCluster:
         self.comments: list[str] = []
         self.answers = True
         self.signal_means: StopReason = "signal"
+        self.ends_with_a_node = False
+        """Without spares, and with a node that has died: it ends the job by signals, and queues it again."""
         self.successor = False
 
     def of(self, node: str) -> Behavior:
@@ -274,6 +276,9 @@ class LightCluster:
 
     async def is_answering(self) -> bool:
         return self.answers
+
+    async def ended_for(self, nodes: Sequence[str]) -> list[LostNode]:
+        return [item for item in self.lost if item.node in nodes] if self.ends_with_a_node else []
 
     async def signal_reason(self) -> StopReason:
         return self.signal_means

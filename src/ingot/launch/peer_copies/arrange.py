@@ -6,12 +6,11 @@ ranks before decides by itself: what it no longer has, its ranks have used or di
 """
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ingot.launch.messages import CopiesHeld, Done, Failed, FetchCopies, ReportCopies
+from ingot.launch.supervisor.cluster import say
 from ingot.launch.supervisor.server import AgentServer
 from ingot.plurals import count_of
 
@@ -91,7 +90,7 @@ class CopyArrangement:
         is_new = [node for rank, node in enumerate(self.nodes) if self._node_rank(node) != rank]
         if is_new and max(lost, default=0) > self.newest_on_disk:
             why = "" if plans else f": nobody has a common copy for {', '.join(is_new)}"
-            _say(f"copies in host memory are not used{why}; continuing from the last checkpoint")
+            say(f"copies in host memory are not used{why}; continuing from the last checkpoint")
 
     def of(self, node_rank: int) -> tuple[str, int]:
         """Address of the agent that keeps this node's copies, and the rank of the node whose copies this one keeps."""
@@ -118,22 +117,17 @@ class CopyArrangement:
                 if attempt >= len(fetch.sources):
                     return False
                 source = fetch.sources[attempt]
-                _say(f"{node} fetches the copy of batch {step} of node {fetch.node_rank}'s ranks from {source}")
+                say(f"{node} fetches the copy of batch {step} of node {fetch.node_rank}'s ranks from {source}")
                 orders[node] = FetchCopies(fetch.node_rank, step, life, self._address(source))
             for node, answer in (await self.server.request_all(orders, FETCH_SECONDS)).items():
                 if isinstance(answer, Done):
                     del waiting[node]
                 else:
-                    _say(
+                    say(
                         f"{node}: {answer.reason if isinstance(answer, Failed) else 'its agent answers something else'}"
                     )
             if not waiting:
                 nodes = count_of(len(plan.fetches), "node")
-                _say(f"{nodes} fetched copies: all ranks have one of batch {step} in host memory")
+                say(f"{nodes} fetched copies: all ranks have one of batch {step} in host memory")
                 return True
         return False
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # a full disk, too
-        os.write(1, f"{text}\n".encode())

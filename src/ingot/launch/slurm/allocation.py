@@ -23,7 +23,7 @@ from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import CLUSTER_AGENT, LaunchFolder
 from ingot.launch.slurm.script import node_python, script_body, srun_options
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.cluster import AgentEnded, LostNode
+from ingot.launch.supervisor.cluster import AgentEnded, LostNode, say
 from ingot.launch.supervisor.records import StopReason
 
 MAX_SRUNS = 32  # at a time, for all nodes
@@ -33,6 +33,7 @@ END_SECONDS = 5.0  # for srun, once its agents have been told to leave
 STEPS_END_SECONDS = 30.0  # for what an earlier supervisor has started and not ended
 TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 NOT_LAUNCHED = re.compile(r"srun: error: Task launch for \S+ failed on node (\S+): (.+)")
+MISSING_STEP = re.compile(r"srun: error: Aborting, .*missing step on node (\d+)")
 NODE_TIMES = re.compile(r"^NodeName=(\S+) .*\bBootTime=(\d+) SlurmdStartTime=(\d+)", re.MULTILINE)
 MAX_COMMENT = 1000
 DEPUTY = "ingot.launch.slurm.deputy"
@@ -60,6 +61,8 @@ class SlurmCluster:
         self._srun_of: dict[str, asyncio.subprocess.Process] = {}
         """The last one that has started the agent of a node."""
         self._deputy: asyncio.subprocess.Process | None = None
+        self._is_queued_again = False
+        """By Slurm itself, which ends this start of the job."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def nodes(self) -> list[str]:
@@ -147,12 +150,16 @@ class SlurmCluster:
         last, unreached = "", dict[str, str]()
         while raw := await process.stderr.readline():
             line = raw.decode(errors="replace").strip()
-            with contextlib.suppress(OSError):
-                os.write(1, f"{line}\n".encode())
+            say(line)
             last = line if "error" in line else last
             if found := NOT_LAUNCHED.match(line):
                 unreached[found[1]] = found[2]
                 self._note_end(process, found[1], f"srun cannot start it: {found[2]}")
+            elif found := MISSING_STEP.match(line):
+                order = {node: number for number, node in enumerate(await self.nodes())}
+                restarted = sorted(nodes, key=lambda node: order.get(node, -1))[int(found[1])]
+                for node in nodes:
+                    self._note_end(process, node, line, restarted)
             elif not unreached and (found := TASK_ENDED.match(line)):
                 for node in await self._host_names(found[1]):
                     self._note_end(process, node, found[2])
@@ -163,9 +170,9 @@ class SlurmCluster:
         for node in nodes:
             self._note_end(process, node, last or f"srun ended with exit code {code}")
 
-    def _note_end(self, process: asyncio.subprocess.Process, node: str, reason: str) -> None:
+    def _note_end(self, process: asyncio.subprocess.Process, node: str, reason: str, ended_for: str = "") -> None:
         if self._srun_of.get(node) is process:  # otherwise another one has started an agent there since
-            self.ended.put_nowait(AgentEnded(node, reason))
+            self.ended.put_nowait(AgentEnded(node, reason, ended_for))
 
     async def end_agents(self) -> None:
         if self._deputy is not None and self._deputy.returncode is None:
@@ -223,6 +230,14 @@ class SlurmCluster:
         code, said = await self._ask("scontrol", "ping")
         return code == 0 and " UP" in said
 
+    async def ended_for(self, nodes: Sequence[str]) -> list[LostNode]:
+        """Without spares (and `--no-kill`), Slurm ends a job that has lost a node, and queues it again at once."""
+        _, said = await self._ask("scontrol", "--oneliner", "show", "job", self.element)
+        restarts = max(map(int, re.findall(r"\bRestarts=(\d+)", said)), default=0)
+        lost = [item for item in await self.lost_nodes(nodes) if not item.is_drained] if restarts > self.restart else []
+        self._is_queued_again = bool(lost)
+        return lost
+
     async def signal_reason(self) -> StopReason:
         _, said = await self._ask("scontrol", "show", "job", self.job)
         if re.search(r"\bPreemptTime=\d", said):
@@ -232,16 +247,16 @@ class SlurmCluster:
     async def requeue(self, exclude: Sequence[str]) -> bool:
         """Slurm ends this process as soon as the job is in the queue again, with a signal that is not for the run."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        code, said = await self._ask("scontrol", "requeue", self.element)
+        code, said = (0, "") if self._is_queued_again else await self._ask("scontrol", "requeue", self.element)
         if code:
-            os.write(1, f"scontrol requeue: {said}\n".encode())
+            say(f"scontrol requeue: {said}")
             return False
         await self._exclude(self.element, exclude)
         return True
 
     async def hand_over(self, exclude: Sequence[str]) -> bool:
         task, last = self.env.get("SLURM_ARRAY_TASK_ID"), self.env.get("SLURM_ARRAY_TASK_MAX")
-        if self.spec.verb != "train" or task == last:
+        if self.spec.verb != "train" or task == last or self._is_queued_again:
             return False
         assert task is not None
         await self._exclude(f"{self.env['SLURM_ARRAY_JOB_ID']}_[{int(task) + 1}-{last}]", exclude)
@@ -254,7 +269,7 @@ class SlurmCluster:
         names = ",".join(dict.fromkeys([*self.spec.exclude, *nodes]))
         code, said = await self._ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
         if code:
-            os.write(1, f"scontrol update ExcNodeList: {said}\n".encode())
+            say(f"scontrol update ExcNodeList: {said}")
         if self.spec.spares:
             await self._ask_for_fewer_spares(job, {*self.spec.exclude, *nodes})
 
@@ -270,8 +285,7 @@ class SlurmCluster:
             return
         size = [f"NumNodes={count}", f"NumTasks={count}", f"NumCPUs={count * (self.spec.cpus_per_task or 1)}"]
         code, said = await self._ask("scontrol", "update", f"JobId={job}", *size)
-        text = f"scontrol update {size[0]}: {said}" if code else f"{count} nodes are left: the job asks for no more"
-        os.write(1, f"{text}\n".encode())
+        say(f"scontrol update {size[0]}: {said}" if code else f"{count} nodes are left: the job asks for no more")
 
     async def comment(self, text: str) -> None:
         words = " ".join(text.split())[:MAX_COMMENT]
@@ -282,7 +296,7 @@ class SlurmCluster:
             return names.split(",")
         return (await self._ask("scontrol", "show", "hostnames", names))[1].split()
 
-    async def _ask(self, *command: str, seconds: float = ANSWER_SECONDS) -> tuple[int, str]:
+    async def _ask(self, *command: str, seconds: float = ANSWER_SECONDS, again: bool = True) -> tuple[int, str]:
         """Exit code and output of a command; no exit code is 0 unless it answered in time."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -298,6 +312,8 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             return 124, f"{command[0]} did not answer within {seconds:g} s"
+        if process.returncode == -signal.SIGTERM and again:  # Slurm signals all processes of the script
+            return await self._ask(*command, seconds=seconds, again=False)
         return process.returncode or 0, said.decode(errors="replace")
 
 

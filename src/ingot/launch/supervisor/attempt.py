@@ -9,14 +9,13 @@ import asyncio
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from ingot.errors import EXIT_CONTINUE
-from ingot.launch.agent.evidence import NodeEvidence
 from ingot.launch.messages import (
     Collect,
     Collected,
@@ -34,7 +33,7 @@ from ingot.launch.messages import (
 )
 from ingot.launch.peer_copies.arrange import CopyArrangement
 from ingot.launch.spec import LaunchSpec
-from ingot.launch.supervisor.cluster import AgentEnded, Cluster, LostNode, Times
+from ingot.launch.supervisor.cluster import AgentEnded, Cluster, LostNode, Times, own_network
 from ingot.launch.supervisor.diagnose import PaceWatch, diagnose
 from ingot.launch.supervisor.node_tests import NodeTests, SpareWatch, cause_of_problems
 from ingot.launch.supervisor.progress import StopFlag
@@ -43,6 +42,7 @@ from ingot.launch.supervisor.server import AgentEvent, AgentServer
 from ingot.plurals import count_of
 
 T = TypeVar("T")
+AGENT_GONE, RESTARTED = "its agent has gone", "the node was restarted"
 ENDED_BY_SIGNAL = re.compile(rf"killed by signal ({signal.SIGTERM:d}|{signal.SIGUSR2:d}|{signal.SIGINT:d})\b")
 
 
@@ -72,6 +72,8 @@ class AttemptRun:
         self.codes: dict[str, dict[int, int]] = {}
         self.ended: dict[str, str] = {}
         """Agents that have ended, and how the cluster puts it."""
+        self.ended_for: dict[str, str] = {}
+        """Agents that were ended for the loss of another node, and that node."""
         self.absent: dict[str, float] = {}
         """Nodes whose connection broke, and since when."""
         self.boots: dict[str, str] = {}
@@ -88,7 +90,8 @@ class AttemptRun:
         try:
             cause = await self.hello(spares, env) or await self._preflight(spares) or await self._start()
         except Stopped:
-            cause = Cause("stopped", "stopped before the first step")
+            early = Cause("stopped", "stopped before the first step")
+            cause = await self._without(self.stop.lost) if self.stop.lost else early
         if cause is None:
             watch = asyncio.ensure_future(self._watch_spares(spares))
             try:
@@ -133,6 +136,8 @@ class AttemptRun:
         self.boots = {node: link.boot_id for node, link in self.server.links.items()}
         if not missing:
             return None
+        if any(node in self.ended_for for node in missing):
+            return await self._without({node: self.ended.get(node, AGENT_GONE) for node in missing})
         said = next((self.ended[node] for node in missing if node in self.ended), "")
         if not await self.cluster.is_answering():
             return Cause("site", f"the cluster's controller does not answer{_because(said)}")
@@ -149,7 +154,7 @@ class AttemptRun:
         end = time.monotonic() + limit
         while (left := end - time.monotonic()) > 0:
             self._note_ended()
-            waiting = [n for n in everybody if n not in self.server.links and n not in self.ended]
+            waiting = [n for n in everybody if n not in {*self.server.links, *self.ended, *self.ended_for}]
             if not waiting:
                 return
             if not any(node in self.nodes for node in waiting):  # spares only
@@ -162,7 +167,9 @@ class AttemptRun:
     def _note_ended(self) -> None:
         while not self.cluster.ended.empty():
             item: AgentEnded = self.cluster.ended.get_nowait()
-            if item.node not in self.server.links:
+            if item.ended_for:
+                self.ended_for[item.node] = item.ended_for
+            elif item.node not in self.server.links:
                 self.ended[item.node] = item.reason
 
     async def _preflight(self, spares: Sequence[str]) -> Cause | None:
@@ -172,6 +179,7 @@ class AttemptRun:
         tests = NodeTests(self.server, self.spec, self.nodes, [n for n in spares if n in self.server.links])
         result = await self._unless_stopped(tests.run())
         self.notes, self.unfit_spares = result.notes, tests.unfit_spares
+        await self.stop.settled()
         if self.stop.event.is_set():  # the signal that asked for it has ended the processes that measure
             raise Stopped
         if tests.lost:
@@ -241,7 +249,7 @@ class AttemptRun:
                 return Cause("stopped", "the time was over before the ranks had saved and ended")
             if told and now - asked > self.times.stop:
                 return await self._collect("the ranks did not stop", is_hang=True)
-            if lost := self._given_up(now):
+            if lost := self.stop.lost or self._given_up(now):
                 return await self._collect("", is_hang=False, lost=lost)
             try:
                 async with asyncio.timeout(self._patience(now)):
@@ -298,11 +306,11 @@ class AttemptRun:
         for node in self.nodes:
             link = self.server.link(node)
             if link is not None and link.boot_id != self.boots.get(node, link.boot_id):
-                lost[node] = "the node was restarted"
+                lost[node] = RESTARTED
             elif link is not None:
                 self.absent.pop(node, None)
             elif now - self.absent.setdefault(node, now) >= self.times.reconnect:
-                lost[node] = "its agent has gone"
+                lost[node] = AGENT_GONE
         return lost
 
     # --- the end
@@ -316,45 +324,37 @@ class AttemptRun:
             left = max(0.5, begin + self.times.collect - time.monotonic())
             body = Collect(self.opened.epoch, is_hang)
             answers = await self.server.request_all(dict.fromkeys(self.nodes, body), left)
+            await self.stop.settled()
             evidence = {n: a.evidence for n, a in answers.items() if isinstance(a, Collected)}
-            gone = dict(lost or {})
+            gone = {**(lost or {}), **self.stop.lost}
             for node, answer in answers.items():
                 if node not in self.server.links and isinstance(answer, Failed):
-                    gone.setdefault(node, "its agent has gone")
-            self._note_ended()
-            gone = {node: self.ended.get(node, why) for node, why in self._first_of(gone).items()}
-            if gone and (alone := await self._is_alone(evidence, gone)) is not None:
+                    gone.setdefault(node, AGENT_GONE)
+            gone = self._first_of(gone)
+            if gone and (alone := await own_network(self.cluster, evidence, gone)) is not None:
                 return alone
             cause = diagnose(self.nodes, evidence, gone, await self._cut_off(gone), what if is_hang else "")
             if self.stop.reason is not None and ENDED_BY_SIGNAL.search(cause.message):
                 return Cause("stopped", f"the signal to stop ended it before it could save: {cause.message}")
             decided = cause.node or not cause.suspects
             if decided or begin + self.times.collect - time.monotonic() < 2 * self.times.settle:
-                return self._with_phase(cause, evidence)
+                return cause
             await asyncio.sleep(self.times.settle)
 
-    def _first_of(self, gone: dict[str, str]) -> dict[str, str]:
-        """When a node dies and is back at once, srun ends the other agents, too: those that went first count."""
+    def _first_of(self, gone: Mapping[str, str]) -> dict[str, str]:
+        """When a node dies and is back at once, srun ends the other agents, too: the node that it names counts, or else
+        those that went first."""
+        self._note_ended()
+        named = [self.ended_for[node] for node in gone if node in self.ended_for]
+        gone = {node: why for node, why in gone.items() if node not in self.ended_for}
         times = {node: self.server.dropped.get(node, 0.0) for node in gone}
-        return {node: why for node, why in gone.items() if times[node] - min(times.values()) < self.times.apart}
-
-    def _with_phase(self, cause: Cause, evidence: Mapping[str, NodeEvidence]) -> Cause:
-        if cause.batch >= 0:
-            return cause
-        batch = max((rank.batch for found in evidence.values() for rank in found.ranks), default=-1)
-        return msgspec.structs.replace(cause, batch=batch)
-
-    async def _is_alone(self, heard: Collection[str], gone: Mapping[str, str]) -> Cause | None:
-        """The cause, if this node is more likely cut off than those that it lost: it hears of no other node, and the
-        cluster's controller does not answer either."""
-        if not set(heard) <= {self.cluster.host} or await self.cluster.is_answering():
-            return None
-        reach = f"{self.cluster.host} reaches neither {', '.join(gone)} nor the cluster's controller"
-        return Cause("site", f"{reach}: its own network, perhaps")
+        first = [node for node in gone if named or times[node] - min(times.values()) < self.times.apart]
+        return dict.fromkeys(named, RESTARTED) | {node: self.ended.get(node, gone[node]) for node in first}
 
     async def _without(self, lost: Mapping[str, str]) -> Cause:
         """Nodes do not answer any more, before a rank could say anything."""
-        alone = await self._is_alone([node for node in self.nodes if node not in lost], lost)
+        alone = await own_network(self.cluster, [node for node in self.nodes if node not in lost], lost)
+        lost = self._first_of(lost)
         return alone or diagnose(self.nodes, {}, lost, await self._cut_off(lost))
 
     async def _cut_off(self, lost: Mapping[str, str] | Sequence[str]) -> list[str]:

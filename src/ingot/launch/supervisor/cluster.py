@@ -4,7 +4,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import CLUSTER_AGENT, RENDEZVOUS_VARIABLES
-from ingot.launch.supervisor.records import Started, StopReason
+from ingot.launch.supervisor.records import Cause, Started, StopReason
 
 END_SECONDS = 10.0  # for an agent that was told to leave
 
@@ -66,6 +66,20 @@ class AgentEnded:
 
     node: str
     reason: str
+    ended_for: str = ""
+    """The node, if only one is known, whose loss has made the cluster end the agent, and those of other nodes."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of a preparation this job does: `number` of `count`; the last one, with `count`, combines them."""
+
+    number: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        return str(self.number) if self.number < self.count else "last"
 
 
 class Cluster(Protocol):
@@ -108,6 +122,10 @@ class Cluster(Protocol):
     async def is_answering(self) -> bool:
         """Whether the cluster's controller answers."""
 
+    async def ended_for(self, nodes: Sequence[str]) -> list[LostNode]:
+        """Of these nodes of the job, those that the cluster has lost and for which it ends the job, with signals, and
+        queues it again; none if somebody has asked for the signals."""
+
     async def signal_reason(self) -> StopReason:
         """What a signal to stop means: the cluster takes the nodes away for another job (preempt), the time is over, or
         somebody wants the job to end (signal)."""
@@ -132,6 +150,21 @@ async def gone_nodes(
     if last is None or (last.job, last.restart) == (cluster.job, cluster.restart):
         return down, {}
     return down, await cluster.restarted_nodes(last.nodes, last.time)
+
+
+async def own_network(cluster: Cluster, heard: Collection[str], lost: Collection[str]) -> Cause | None:
+    """The cause, if the supervisor's node is more likely cut off than those that it has lost: it hears of no other
+    node, and the cluster's controller does not answer either."""
+    if not set(heard) <= {cluster.host} or await cluster.is_answering():
+        return None
+    reach = f"{cluster.host} reaches neither {', '.join(lost)} nor the cluster's controller"
+    return Cause("site", f"{reach}: its own network, perhaps")
+
+
+def say(text: str) -> None:
+    """Tell people who read the log of the job."""
+    with suppress(OSError):  # a full disk, too
+        os.write(1, f"{text}\n".encode())
 
 
 class ThisMachine:
@@ -194,6 +227,9 @@ class ThisMachine:
 
     async def is_answering(self) -> bool:
         return True
+
+    async def ended_for(self, nodes: Sequence[str]) -> list[LostNode]:
+        return []
 
     async def signal_reason(self) -> StopReason:
         return "signal"

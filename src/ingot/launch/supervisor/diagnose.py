@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ingot.launch.agent.evidence import NodeEvidence, RankEvidence
 from ingot.launch.agent.failure import LOST_PEER, is_device_error
 from ingot.launch.supervisor.history import History
@@ -54,7 +56,7 @@ def diagnose(
 
     nodes: all that took part
     evidence: of those that have answered
-    lost: those whose agent has gone, and how that was seen
+    lost: those whose agent has gone, and how that was seen; also a spare whose loss has ended the agents of others
     cut_off: those of `lost` that the cluster has lost, too: the node itself has died
     hang: what the agent that saw no progress said; empty if nobody suspects a hang
     """
@@ -62,7 +64,7 @@ def diagnose(
     ranks = [_Found(node, rank) for node, found in named.items() for rank in found.ranks]
     cause = (
         _site(nodes, named)
-        or _lost(nodes, {node: lost[node] for node in nodes if node in lost}, set(cut_off))
+        or _lost(nodes, {node: lost[node] for node in (*nodes, *lost) if node in lost}, set(cut_off))
         or _device(named, ranks)
         or _transport(named)
         or _failed(named, ranks)
@@ -72,7 +74,8 @@ def diagnose(
     )
     logs = next((found.logs for node, found in named.items() if node == cause.node), "")
     logs = logs or next((found.logs for found in named.values() if found.logs), "")
-    return _with_evidence(cause, logs)
+    batch = cause.batch if cause.batch >= 0 else max((found.rank.batch for found in ranks), default=-1)
+    return msgspec.structs.replace(cause, batch=batch, evidence=logs)
 
 
 def is_consequence(rank: RankEvidence) -> bool:
@@ -316,8 +319,3 @@ def _unknown(nodes: Sequence[str], named: Mapping[str, NodeEvidence], hang: str)
         return Cause("silent", f"{quiet[0]}: its agent did not answer", quiet[0])
     message = hang or "the attempt ended, and no node reports a failure"
     return Cause("hang" if hang else "machine", message, suspects=tuple(quiet or nodes))
-
-
-def _with_evidence(cause: Cause, logs: str) -> Cause:
-    return Cause(cause.kind, cause.message, cause.node, cause.rank, cause.batch, cause.suspects, cause.is_local,
-                 cause.bad_nodes, cause.fits, logs)  # fmt: skip

@@ -10,7 +10,8 @@ from pathlib import Path
 from ingot.errors import EXIT_FAULT, IngotError
 from ingot.launch.slurm.allocation import SlurmCluster
 from ingot.launch.spec import read_spec
-from ingot.launch.supervisor.supervise import Share, Supervisor
+from ingot.launch.supervisor.cluster import Share
+from ingot.launch.supervisor.supervise import Supervisor
 
 
 def main() -> int:

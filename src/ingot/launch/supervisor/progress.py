@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,21 @@ class StopFlag:
     detail: str = ""
     is_over: bool = False
     """Whether the time to stop is over, too."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Nodes for whose loss the cluster ends the job, which nobody has asked it to do, and how they were lost."""
     event: asyncio.Event = field(default_factory=asyncio.Event)
+    """The run has to end, for either reason."""
+    signal: asyncio.Task[None] | None = None
+    """Finds out what a signal means."""
+
+    async def settled(self) -> None:
+        """Once it is known what a signal means that has come."""
+        if self.signal is not None:
+            await asyncio.shield(self.signal)
+
+    def lose(self, nodes: Mapping[str, str]) -> None:
+        self.lost |= nodes
+        self.event.set()
 
     def terminate(self) -> None:
         """Slurm's last warning: a few seconds are left (KillWait), which save nothing that has not been saved by now if

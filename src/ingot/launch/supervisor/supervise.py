@@ -18,11 +18,9 @@ Not torchrun's elastic agent, for reasons that hold in torch 2.13 (`torch/distri
 """
 
 import asyncio
-import os
 import secrets
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIAB
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.attempt import AttemptRun
-from ingot.launch.supervisor.cluster import Cluster, LostNode, Times, gone_nodes
+from ingot.launch.supervisor.cluster import Cluster, LostNode, Share, Times, gone_nodes, say
 from ingot.launch.supervisor.diagnose import diagnose_unfinished
 from ingot.launch.supervisor.failure_log import record as record_failure
 from ingot.launch.supervisor.history import attempts_before, read_history, was_started_again
@@ -56,18 +54,6 @@ from ingot.training.runtime.run_files import FINISHED, STOP
 RANK_PHASES = ("running", "evaluating", "saving")
 RANK_PHASE_SECONDS = 10.0  # at least, between two records of what the ranks are doing
 REQUEUE_SECONDS, REQUEUE_PAUSE = 3600.0, 10.0  # for a controller that does not answer
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of a preparation this job does: `number` of `count`; the last one, with `count`, combines them."""
-
-    number: int
-    count: int
-
-    @property
-    def name(self) -> str:
-        return str(self.number) if self.number < self.count else "last"
 
 
 class Supervisor:
@@ -102,7 +88,7 @@ class Supervisor:
         """Returns the exit code of the job."""
         self.state = await self.disk.do(lambda: StateFile(self.folder))
         if why := await self.disk.do(self._nothing_to_do):
-            self._say(f"nothing to do: {why}")
+            say(f"nothing to do: {why}")
             return EXIT_FINISHED
         nodes = await self.cluster.nodes()
         if (before := attempts_before(self.state.records, self.cluster.job, self.cluster.restart)) is not None:
@@ -117,7 +103,7 @@ class Supervisor:
         try:
             return await self._lead(nodes)
         except Superseded as error:
-            self._say(str(error))
+            say(str(error))
             await self.cluster.abandon_steps()
             return EXIT_FAULT
         finally:
@@ -187,7 +173,7 @@ class Supervisor:
         step = await self._progress()
         opened = Opened(time=now(), epoch=epoch, attempt=f"{self.start}.{self.number}", nodes=nodes, step=step)
         await self._add(opened)
-        self._say(f"attempt {opened.attempt} on {','.join(nodes)}")
+        say(f"attempt {opened.attempt} on {','.join(nodes)}")
         usable = read_history(self.state.records).usable_nodes()
         spares = [node for node in usable if node not in nodes]
         share = (self.share.number, self.share.count) if self.share is not None else None
@@ -201,7 +187,7 @@ class Supervisor:
             cause = await attempt.run(spares, self.env)
         self.ended_epoch = attempt.ended_epoch
         for line in attempt.notes:
-            self._say(f"preflight: {line}")
+            say(f"preflight: {line}")
         return await self._close(opened, cause, attempt)
 
     async def _stage(self, nodes: tuple[str, ...], spares: list[str]) -> Cause | None:
@@ -228,11 +214,12 @@ class Supervisor:
         if cause.kind == "stopped" and self.stop.reason is None and attempt is not None:
             with suppress(TimeoutError):
                 if (said := await self.disk.do(lambda: stop_reason_of(self.run_folder))) is not None:
-                    self.stop.set(*said)
+                    self._note_signal(said[1]) if said[0] == "signal" else self.stop.set(*said)
+        await self.stop.settled()
         await self._note_stop()
         await self._add(Closed(time=now(), epoch=opened.epoch, cause=cause, step=step,
                                reached_step=attempt is not None and attempt.reached_step))  # fmt: skip
-        self._say(f"attempt {opened.attempt} ended: {cause.kind}" + (f": {cause.message}" if cause.message else ""))
+        say(f"attempt {opened.attempt} ended: {cause.kind}" + (f": {cause.message}" if cause.message else ""))
         if cause.kind not in ("finished", "stopped"):
             await self._log_failure(opened, cause, step > opened.step)
         for node, reason in (attempt.unfit_spares if attempt is not None else {}).items():
@@ -273,7 +260,7 @@ class Supervisor:
 
     async def _act(self, verdict: Verdict) -> int:
         judged = verdict.judged
-        self._say(text := f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else ""))
+        say(text := f"{judged.action}: {judged.reason}" + (f"; {judged.advice}" if judged.advice else ""))
         await self.cluster.comment(f"ingot: {text}")
         if judged.action == "finish" and self.share is not None and self.share.name == "last":
             await self.disk.try_to((self.run_folder / FINISHED).touch)
@@ -293,7 +280,7 @@ class Supervisor:
             return code
         while not await self.cluster.requeue(out):
             if waited >= REQUEUE_SECONDS or await self.cluster.is_answering():
-                self._say("the cluster refuses to queue the job again; `ingot launch resume` continues")
+                say("the cluster refuses to queue the job again; `ingot launch resume` continues")
                 return EXIT_FAULT
             await asyncio.sleep(REQUEUE_PAUSE)
             waited += REQUEUE_PAUSE
@@ -305,16 +292,34 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: a test
             loop.add_signal_handler(signal.SIGUSR2, lambda: self.stop.set("time-limit", "SIGUSR2"))
-            loop.add_signal_handler(signal.SIGTERM, self.stop.terminate)
+            loop.add_signal_handler(signal.SIGTERM, self._terminated)
             loop.add_signal_handler(signal.SIGINT, lambda: self.stop.set("signal", "SIGINT"))
 
     def _agent_signalled(self, node: str, number: int) -> None:
-        self.stop.set("signal", f"signal {number} to the agent of {node}")
+        self._note_signal(f"signal {number} to the agent of {node}")
+
+    def _terminated(self) -> None:
+        if self.stop.reason is None:
+            self._note_signal("SIGTERM")
+        else:
+            self.stop.terminate()
+
+    def _note_signal(self, detail: str) -> None:
+        if self.stop.signal is None and self.stop.reason is None:
+            self.stop.signal = asyncio.ensure_future(self._interpret_signal(detail))
+
+    async def _interpret_signal(self, detail: str) -> None:
+        """Slurm ends a job by a signal, too, when it has lost one of its nodes: nobody has asked for a stop."""
+        if lost := await self.cluster.ended_for(read_history(self.state.records).allocation):
+            self.stop.lose({item.node: item.reason for item in lost})
+            self.server.hang_up([item.node for item in lost])
+        else:
+            self.stop.set("signal", detail)
 
     async def _watch_stop_file(self) -> None:
         while True:
             self._write_phase(False)
-            if self.stop.reason is not None:
+            if self.stop.event.is_set():
                 await self._note_stop()
                 await asyncio.sleep(self.times.poll)
                 continue
@@ -349,7 +354,7 @@ class Supervisor:
     async def _record(self, verdict: Verdict) -> None:
         for excluded in verdict.exclude:
             await self._add(excluded)
-            self._say(f"{excluded.node} is left out: {excluded.reason}")
+            say(f"{excluded.node} is left out: {excluded.reason}")
         await self._add(verdict.judged)
 
     async def _add(self, record: Any) -> None:
@@ -357,7 +362,7 @@ class Supervisor:
             raise self.fatal
         self.state.add(record)
         if not await self.disk.do(self.state.flush, default=False):
-            self._say(f"cannot write {self.state.path}: {type(record).__name__} is kept in memory")
+            say(f"cannot write {self.state.path}: {type(record).__name__} is kept in memory")
 
     def _note_phase(self, phase: Phase, detail: str) -> None:
         history = read_history(self.state.records)
@@ -392,7 +397,3 @@ class Supervisor:
             self.run_folder, attempt=opened.attempt, rank=cause.rank, batch=cause.batch, kind=cause.kind,
             message=cause.message, progress=progress, host=cause.node,
         ))  # fmt: skip
-
-    def _say(self, text: str) -> None:
-        with suppress(OSError):  # a full disk, too
-            os.write(1, f"{text}\n".encode())
