@@ -16,12 +16,11 @@ from specs import spec
 from state_records import StateRecords
 
 from ingot.launch.agent.attempt import pause
-from ingot.launch.agent.local_ranks import Node
 from ingot.launch.build_spec import strikes
-from ingot.launch.local.run import run_processes
 from ingot.launch.local.state import LocalState
 from ingot.launch.monitor.status import Status, read_status
 from ingot.launch.protocol import LaunchFolder
+from ingot.launch.register import register_train
 from ingot.launch.submit import spec_to_resume
 from ingot.launch.supervisor.failure_log import mark_start, node_name, record
 from ingot.launch.supervisor.records import Cause, Closed, Launched, Opened, PhaseBegan, Started, StopRequested
@@ -211,8 +210,12 @@ def test_a_damaged_state_file_refuses_the_run_before_anything_starts(tmp_path: P
     LaunchFolder(tmp_path).path.mkdir()
     (tmp_path / "launch" / "state.jsonl").write_text("not a record\n")
     with pytest.raises(StateError, match="is damaged, or something else has written it"):
-        run_processes(["train"], Node(1, 1), tmp_path)
+        register_train(tmp_path)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["launch", "state.jsonl"]
+    status = read_status(tmp_path)
+    assert status.state == "never started" and "is damaged" in status.warnings[0]
+    (tmp_path / "metrics.jsonl").touch()
+    assert "after the command below, the command that started the run continues" in read_status(tmp_path).next
 
 
 def test_a_signal_between_two_attempts_ends_the_pause() -> None:

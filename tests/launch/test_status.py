@@ -3,6 +3,8 @@
 
 import json
 import os
+import shlex
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 from histories import Job, random_job
-from specs import put_on_path
+from specs import put_on_path, spec
 
 from ingot.errors import ConfigError
 from ingot.launch.monitor.attempts import names, read_launches
@@ -394,11 +396,66 @@ def test_a_slow_node_is_a_warning_while_the_run_goes_on(
     assert status.state == "running" and any("n2 is slower than the others" in line for line in status.warnings)
 
 
-def test_a_damaged_state_file_is_a_warning_and_the_rest_is_shown(run: Path) -> None:
-    (run / "launch" / "state.jsonl").write_text("{}\n")
+@pytest.mark.parametrize("content", ["{}\n", "one\ntwo", '{"event": "launched"\n', "\0\n"])
+def test_after_damage_to_the_state_file_the_advice_works(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot_here: Callable[..., Any], content: str
+) -> None:
+    """What is there stays there, under another name."""
+    job = start()
+    job.open()
+    job.close(HANG)
+    write(run, job)
+    spec(run_folder=str(run), workdir=str(tmp_path), image=None, spares=0).write()
+    state = run / "launch" / "state.jsonl"
+    state.write_text(state.read_text() + content + "\n" + state.read_text())
+    damaged = state.read_text()
+    (run / "launch" / "state.jsonl.damaged").touch()  # the second time
+    resume = ["launch", "resume", str(run), "--dry-run"]
+    assert "state.jsonl is damaged" in ingot_here(*resume, check=False).stderr
+    assert "state.jsonl is damaged" in error_lines(run)[0]
     status = read_status(run)
     assert status.state == "not running" and "state.jsonl is damaged" in status.warnings[0]
-    assert "state.jsonl is damaged" in error_lines(run)[0]
+    assert status.next == f"nothing by itself; after the command below, `ingot launch resume {run}` continues"
+    assert status.advice == f"mv {state} {state}.damaged1"
+    subprocess.run(shlex.split(status.advice), check=True)
+    assert (run / "launch" / "state.jsonl.damaged1").read_text() == damaged
+    assert read_status(run).advice == f"ingot launch resume {run}" and not read_status(run).warnings
+    ingot_here(*resume)
+
+
+def test_records_that_are_missing_are_said_and_do_not_keep_a_run_from_its_next_launch(
+    run: Path, tmp_path: Path, ingot_here: Callable[..., Any]
+) -> None:
+    job = start()
+    job.open()
+    job.close(HANG)
+    job.open()
+    write(run, job)
+    spec(run_folder=str(run), workdir=str(tmp_path), image=None, spares=0).write()
+    state = run / "launch" / "state.jsonl"
+    state.write_text("".join(line for line in state.open() if "closed" not in line))
+    status = read_status(run)
+    (warning,) = status.warnings
+    assert warning.startswith(f"{state} lacks records (attempt 7.0.2 was opened before 7.0.1 was closed): ")
+    assert status.advice == f"ingot launch resume {run}"
+    ingot_here("launch", "resume", str(run), "--dry-run")
+
+
+def test_the_advice_for_a_folder_that_was_moved_is_of_the_new_one_and_resuming_says_what_to_do(
+    run: Path, tmp_path: Path, ingot_here: Callable[..., Any]
+) -> None:
+    """And nothing starts in the place where it was."""
+    job = start()
+    job.open()
+    job.close(Cause("user", "no such file"))
+    write(run, job)
+    spec(run_folder=str(run), workdir=str(tmp_path), image=None).write()
+    moved = run.rename(tmp_path / "moved")
+    assert read_status(moved).advice == f"ingot launch resume {moved}"
+    refused = ingot_here("launch", "resume", str(moved), "--dry-run", check=False)
+    assert refused.stderr == (f"error: {moved} was launched as {run}; move it back, or launch it again with "
+                              f"save_folder={moved}\n")  # fmt: skip
+    assert not run.exists()
 
 
 def test_a_preparation_that_halts_in_one_share_says_which_error(run: Path) -> None:

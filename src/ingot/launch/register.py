@@ -12,6 +12,7 @@ from ingot.launch.monitor.job_states import has_ended, job_states
 from ingot.launch.monitor.owner import living_owner
 from ingot.launch.protocol import LOCAL, TRAIN, LaunchFolder
 from ingot.launch.spec import LaunchSpec
+from ingot.launch.supervisor.state_file import STATE, read_state
 
 
 def register_local(spec: LaunchSpec) -> None:
@@ -29,6 +30,7 @@ def register_train(run: Path) -> None:
     """The same for `ingot train`, which has no spec. An owner on another machine may be dead, and the ranks wait until
     that is certain."""
     launch = LaunchFolder(run)
+    read_state(launch.path / STATE)  # refuses a damaged one before anything is written
     try:
         with only_job(launch, waits_for_owner=True):
             launch.add_job(TRAIN, str(os.getpid()))

@@ -106,6 +106,9 @@ def spec_to_resume(
     """
     launch = LaunchFolder(run)
     spec, jobs = read_spec(launch.spec_file), [job for job in launch.jobs() if job.back_end != TRAIN]
+    if not (Path(spec.run_folder).exists() and Path(spec.run_folder).samefile(run)):
+        again = f"move it back, or launch it again with save_folder={run}"
+        raise ConfigError(f"{run} was launched as {spec.run_folder}; {again}")
     seconds = read_times(run).signal_seconds
     changes: dict[str, Any] = {"exclude": sorted({*spec.exclude, *strikes(run), *exclude} - set(use))}
     changes |= {"signal_seconds": seconds} if spec.verb == "train" else {}

@@ -9,8 +9,8 @@ from ingot.errors import IngotError
 from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.history import History, read_history
-from ingot.launch.supervisor.records import Cause, Closed, Opened, PhaseBegan, Started
-from ingot.launch.supervisor.state_file import STATE, current_launch, read_state
+from ingot.launch.supervisor.records import Cause, Closed, Launched, Opened, PhaseBegan, Started
+from ingot.launch.supervisor.state_file import STATE, DamagedState, current_launch, read_state
 
 UNDECIDED = "undecided"
 
@@ -80,18 +80,30 @@ class LaunchView:
     records: list[Any]
 
 
-def read_launches(run: Path) -> tuple[list[LaunchView], str]:
+@dataclass
+class StateProblem:
+    """What is wrong with records."""
+
+    message: str
+    command: str = ""
+    """What must be done before the run can be launched again; empty if nothing."""
+
+
+def read_launches(run: Path) -> tuple[list[LaunchView], StateProblem | None]:
     """The records of a run, and what is wrong with them; nothing for a run that no supervisor has led."""
     folder = LaunchFolder(run).path
-    views, problem = [], ""
+    views, problem = [], None
     for path in [folder / STATE, *sorted(folder.glob(f"shares/*/{STATE}"))]:
+        name = path.parent.name if path.parent != folder else ""
         try:
-            records = read_state(path)
-            if records:
-                name = path.parent.name if path.parent != folder else ""
+            if records := read_state(path):
                 views.append(LaunchView(name, read_history(records), _phase(records), records))
-        except (IngotError, ValueError) as error:
-            problem = str(error)
+        except IngotError as error:
+            problem = StateProblem(str(error), error.command if isinstance(error, DamagedState) else "")
+        except ValueError as error:  # the next launch begins a new account
+            launched = next((record for record in current_launch(records) if isinstance(record, Launched)), None)
+            views.append(LaunchView(name, History(launched), None, []))
+            problem = StateProblem(f"{path} lacks records ({error}): what it says of the last launch is not shown")
     return views, problem
 
 

@@ -54,8 +54,8 @@ def error_lines(run: Path) -> list[str]:
     known = {attempt.attempt for attempt in attempts}
     earlier = [failure for failure in read_all_failures(run) if failure["attempt"] not in known]
     if not failed and not earlier:
-        return [problem] if problem else ["no failure is recorded"]
-    lines = [problem] if problem else []
+        return [problem.message] if problem else ["no failure is recorded"]
+    lines = [problem.message] if problem else []
     for f in earlier:
         message = without_bad_advice(f["message"])
         lines.append(f"{f['time']} attempt {f['attempt']}, rank {f['rank']} on {f['host']}: {message}")

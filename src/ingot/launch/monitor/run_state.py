@@ -57,6 +57,8 @@ class Facts:
     """What the script of a job that failed ended with, if Slurm says so."""
     elsewhere: str = ""
     """The other machine that the launcher of a local run was started on."""
+    has_spec: bool = False
+    """Whether it can be launched again by its spec, also without records."""
 
     @property
     def resume(self) -> str:
@@ -169,7 +171,8 @@ def _ended(facts: Facts, end: Judged) -> RunState:
     where = f"from batch {facts.checkpoint}" if facts.checkpoint else "from the beginning"
     state = f"{word}: {without_bad_advice(end.reason)}{by}"
     then = f"nothing by itself; the command below continues {where}"
-    return RunState(state, end.time, then, end.advice or facts.resume)
+    longer = " --time LONGER" if end.advice.endswith(" --time LONGER") else ""
+    return RunState(state, end.time, then, facts.resume + longer)  # the folder may have been moved since
 
 
 def _gone(facts: Facts) -> RunState:
@@ -183,7 +186,7 @@ def _gone(facts: Facts) -> RunState:
     ended = [LAUNCHER_GONE] if history.is_local else [_end_of(job, facts) for job in facts.jobs or ()]
     if history.open is not None and not ended:
         ended = ["its job has gone, and Slurm no longer knows why"]
-    advice = facts.resume if history.launched is not None or facts.jobs else ""
+    advice = facts.resume if history.launched is not None or facts.jobs or facts.has_spec else ""
     since = _last_time(history)
     if facts.asked_to_stop:
         then = "nothing by itself" if advice else "nothing by itself; the same command continues"

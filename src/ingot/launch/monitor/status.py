@@ -16,7 +16,16 @@ from ingot.config.secrets import redact
 from ingot.errors import ConfigError, IngotError
 from ingot.launch.build_spec import MAX_STRIKES, strikes
 from ingot.launch.monitor.advice import without_bad_advice
-from ingot.launch.monitor.attempts import AttemptView, LaunchView, NodeOut, attempts_of, names, nodes_out, read_launches
+from ingot.launch.monitor.attempts import (
+    AttemptView,
+    LaunchView,
+    NodeOut,
+    StateProblem,
+    attempts_of,
+    names,
+    nodes_out,
+    read_launches,
+)
 from ingot.launch.monitor.job_states import JobState, has_ended, job_states, last_jobs, launched_verb
 from ingot.launch.monitor.owner import LivingOwner, living_owner
 from ingot.launch.monitor.run_state import Facts, RunState, describe
@@ -164,6 +173,8 @@ def read_status(run: Path) -> Status:
     launches, problem = read_launches(run)
     verb = launched_verb(run) or "train"
     state, facts, warnings = _describe(run, verb, launches)
+    if problem is not None:
+        state = _despite(problem, state, facts)
     attempts = sorted(
         (a for view in launches for a in attempts_of(view)), key=lambda a: datetime.fromisoformat(a.opened)
     )
@@ -179,7 +190,7 @@ def read_status(run: Path) -> Status:
         nodes=attempts[-1].nodes if attempts else [],
         spares=[node for node in history.usable_nodes() if node not in attempts[-1].nodes] if attempts else [],
         nodes_out=nodes_out(launches), strikes=strikes(run, 1), row=row, batch=int(row.get("time/batch", 0)),
-        warnings=[*([problem] if problem else []), *warnings],
+        warnings=[*([problem.message] if problem else []), *warnings],
     )  # fmt: skip
 
 
@@ -201,11 +212,21 @@ def _describe(run: Path, verb: str, launches: list[LaunchView]) -> tuple[RunStat
         str(run), verb, main.history if main else History(), main.phase if main else None, jobs, owner, finished,
         halted, (run / STOP).exists(), (run / METRICS).exists() or bool(LaunchFolder(run).jobs()),
         newest_checkpoint(run), _cancelled_by(jobs), _exit_of(run, jobs), _elsewhere(main),
+        LaunchFolder(run).spec_file.is_file(),
     )  # fmt: skip
     state = describe(facts)
     if state.state == "running" and facts.phase is not None and facts.phase.detail:
         warnings.append(facts.phase.detail)
     return state, facts, warnings
+
+
+def _despite(problem: StateProblem, state: RunState, facts: Facts) -> RunState:
+    """The state of a run whose records cannot be read: no launch is accepted before they are moved away."""
+    if not problem.command or not Status(state.state).over or facts.finished:
+        return state
+    again = f"`{facts.resume}`" if facts.has_spec else "the command that started the run"
+    then = f"nothing by itself; after the command below, {again} continues"
+    return RunState(state.state, state.since, then, problem.command)
 
 
 def _finished(run: Path) -> str:

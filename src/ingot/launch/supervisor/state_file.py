@@ -9,10 +9,12 @@ stays in memory and is tried again with the next record.
 import asyncio
 import errno
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +33,17 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 class StateError(IngotError):
-    """The state file is not ours, or is damaged."""
+    """The state file cannot be read."""
+
+
+class DamagedState(StateError):
+    """Its content is not ours, or is damaged."""
+
+    def __init__(self, path: Path, why: str):
+        self.command = move_away(path)
+        """What helps."""
+        then = f"move it away with `{self.command}`, then launch the run again: it continues from the last checkpoint"
+        super().__init__(f"{path} is damaged, or something else has written it: {why}; {then}")
 
 
 class Superseded(IngotError):
@@ -57,7 +69,7 @@ def current_launch(records: Sequence[Any]) -> list[Any]:
 def _content(path: Path) -> bytes:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise _foreign(path, f"it has {size} bytes, and no state file has more than {MAX_BYTES}")
+            raise DamagedState(path, f"it has {size} bytes, and no state file has more than {MAX_BYTES}")
         return path.read_bytes()
     except FileNotFoundError:
         return b""
@@ -71,13 +83,14 @@ def _parse(path: Path, content: bytes) -> list[Any]:
         try:
             records.append(_decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _foreign(path, f"line {number} is not a record of the launcher ({error})") from None
+            raise DamagedState(path, f"line {number} is not a record of the launcher ({error})") from None
     return records
 
 
-def _foreign(path: Path, why: str) -> StateError:
-    return StateError(f"{path} is damaged, or something else has written it: {why}; move it away, and "
-                      f"`ingot launch resume {path.parent.parent}` continues from the last checkpoint")  # fmt: skip
+def move_away(path: Path) -> str:
+    """The command that keeps a damaged file under a name that is free."""
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
+    return shlex.join(["mv", str(path), str(next(name for name in names if not name.exists()))])
 
 
 class StateFile:
