@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
+from conftest import Ingot
 from specs import spec
 from test_slurm import Launched
 from waiting import wait_until
 
-from ingot.errors import EXIT_FAULT
+from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
 from ingot.launch.preflight.diagnosis import (
     PreflightResult,
     Problem,
@@ -53,6 +54,8 @@ def doctor(
 def test_good_nodes_pass_and_nothing_is_left_behind(cluster: Cluster, tmp_path: Path) -> None:
     done = doctor(cluster, tmp_path, nodes=3)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[:-2]] == [
+        f"  ok  {what}" for what in ("agent", "environment", "disk", "limits", "software", "clocks", "devices", "network")]  # fmt: skip
     assert "3 nodes passed the checks" in done.stdout and "GB/s of bus bandwidth" in done.stdout
     assert not list(tmp_path.iterdir())
 
@@ -62,7 +65,40 @@ def test_one_machine_is_checked_without_slurm(tmp_path: Path) -> None:
     done = subprocess.run(
         [*DOCTOR, "--profile", "cpu"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0 and "1 node passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    *checks, last = done.stdout.splitlines()
+    assert [check.split(":")[0] for check in checks] == [
+        "  ok  agent", "  ok  environment", "  ok  disk", "  ok  limits"]  # fmt: skip
+    assert last.startswith("1 node passed the checks")
+
+
+@pytest.mark.parametrize(
+    ("argument", "states"),
+    [
+        ("data=absent", ["ok", "ok", "ok", "ok", "ok", "fail"]),
+        ("no_such_key=1", ["ok", "ok", "ok", "ok", "fail", "skip"]),
+    ],
+)
+def test_each_check_of_one_machine_is_listed_with_how_it_ended(
+    tmp_path: Path, ingot_here: Ingot, argument: str, states: list[str]
+) -> None:
+    run = tmp_path / "run"
+    spec(run_folder=str(run), workdir=str(tmp_path), image=None, nodes=1, spares=0,
+         arguments=["--", "mpt-125m", argument]).write()  # fmt: skip
+    done = ingot_here("doctor", "--cluster", str(run), check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == EXIT_USER_ERROR and lines[-1].startswith("FAIL  "), done.stdout
+    assert [line.split()[0] for line in lines[:-1]] == states
+    assert [line.split()[1] for line in lines[:-1]] == [
+        "agent:",
+        "environment:",
+        "disk:",
+        "limits:",
+        "config:",
+        "data:",
+    ]
+    found = json.loads(ingot_here("doctor", "--cluster", str(run), "--json", check=False).stdout)
+    assert list(found["checks"].values()) == states
 
 
 def test_a_node_that_takes_the_first_ones_name_for_itself_is_replaced_by_a_spare(
@@ -164,6 +200,7 @@ def test_a_node_that_dies_in_the_allocation_is_named_and_the_others_are_tested(
 
 def test_findings_of_all_nodes_as_json(cluster: Cluster, tmp_path: Path) -> None:
     found = json.loads(doctor(cluster, tmp_path, "--json").stdout)
+    assert set(found["checks"].values()) == {"ok"}
     assert found["problems"] == [] and "2 nodes passed the checks" in found["notes"][0]
     found = json.loads(doctor(cluster, tmp_path, "--json", nodes=3, node="n2", kind="clock").stdout)
     assert [problem["host"] for problem in found["problems"]] == ["n2"]

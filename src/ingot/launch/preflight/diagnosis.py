@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from ingot.errors import EXIT_FAULT, EXIT_USER_ERROR
 from ingot.launch.agent.failure import FINAL_KINDS
+from ingot.launch.profiles import Profile
+from ingot.launch.spec import LaunchSpec
 
 CLOCK_WARN, CLOCK_FAIL = 1.0, 20.0  # seconds
 SLOW = 0.9  # of the median's speed
@@ -19,6 +21,24 @@ MAX_ROUNDS = 6  # of the search for the node that breaks an all-reduce
 INPUT_CHECKS = ("config", "data")  # of what the user wrote, the same on all nodes
 TRANSIENT_CHECKS = ("disk",)  # what may have passed by the next attempt
 
+CHECKS = {
+    "agent": "agent: starts on each node, and reaches the first one",
+    "environment": "environment: the launch spec and its secrets can be read",
+    "disk": "disk: free space of the run folder and the temporary folder",
+    "nics": "network devices: as many are active as the profile names",
+    "limits": "limits: files that a process may open, memory that it may lock",
+    "gpus": "GPUs: present, free, without memory errors",
+    "nvlink": "NVLink: all links are up",
+    "shm": "shared memory: enough for NCCL",
+    "config": "config: valid on each node",
+    "data": "data: the index of each local dataset can be read",
+    "software": "software: code, versions and settings are the same on all nodes",
+    "clocks": "clocks: the same time on all nodes",
+    "devices": "devices: torch loads, and none is far slower than the others",
+    "network": "network: an all-reduce of all nodes works, as fast as the profile expects",
+}
+"""What the checks before an attempt look at, in this order."""
+OK, FAIL, SKIP = "ok", "fail", "skip"
 Group = tuple[str, ...]
 
 
@@ -42,6 +62,8 @@ class PreflightResult:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Measurements and warnings."""
+    checks: dict[str, str] = field(default_factory=dict)
+    """What was looked at, and how that ended: OK, FAIL, or SKIP after a failure before it."""
 
     @property
     def exit_code(self) -> int:
@@ -51,7 +73,16 @@ class PreflightResult:
         return EXIT_USER_ERROR if any(problem.kind in FINAL_KINDS for problem in self.problems) else EXIT_FAULT
 
     def __str__(self) -> str:
-        return "\n".join([*(f"FAIL  {problem.message}" for problem in self.problems), *self.notes])
+        checks = [f"{state:>4}  {CHECKS[name]}" for name, state in self.checks.items()]
+        return "\n".join([*checks, *(f"FAIL  {problem.message}" for problem in self.problems), *self.notes])
+
+
+def own_checks(spec: LaunchSpec, profile: Profile) -> list[str]:
+    """The checks that a node makes of itself."""
+    trains = spec.verb == "train"
+    made = ["environment", "disk", *(["nics"] if trains and profile.nics else []), *(["limits"] if trains else [])]
+    made += ["gpus", "nvlink", "shm"] if spec.gpus_per_node else []
+    return [*made, "config", "data"] if trains and spec.arguments else made
 
 
 def failed_checks(checks: Mapping[str, Mapping[str, str]]) -> list[Problem]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ingot.launch.agent.local_ranks import count_gpus
 from ingot.launch.build_spec import with_defaults
-from ingot.launch.preflight.diagnosis import PreflightResult, Problem
+from ingot.launch.preflight.diagnosis import FAIL, PreflightResult, Problem
 from ingot.launch.preflight.lead_checks import check_together
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.slurm.allocation import TASK_ENDED
@@ -47,9 +47,10 @@ def _check_allocation(spec_file: Path, nodes: Sequence[str]) -> PreflightResult:
     for number, node in enumerate(nodes):
         found = _lead_from(node, spec_file, nodes[number:])
         if isinstance(found, PreflightResult):
-            return PreflightResult([*unusable, *found.problems], found.notes)
+            checks = found.checks | ({"agent": FAIL} if unusable else {})
+            return PreflightResult([*unusable, *found.problems], found.notes, checks)
         unusable.append(Problem(f"{node}: cannot check the nodes from here: {found}", node))
-    return PreflightResult(unusable)
+    return PreflightResult(unusable, checks={"agent": FAIL})
 
 
 def _lead_from(node: str, spec_file: Path, nodes: Sequence[str]) -> PreflightResult | str:
@@ -81,7 +82,7 @@ def _result_of(line: str) -> PreflightResult | None:
     try:
         content: Any = json.loads(line)
         problems = [Problem(**problem) for problem in content["problems"]]
-        return PreflightResult(problems, content["notes"])
+        return PreflightResult(problems, content["notes"], content["checks"])
     except (ValueError, TypeError, KeyError):
         return None
 

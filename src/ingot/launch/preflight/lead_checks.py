@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ingot.errors import EXIT_USER_ERROR, IngotError
 from ingot.launch.messages import ADDRESS_VARIABLE, START_VARIABLE, TOKEN_VARIABLE, Leave
-from ingot.launch.preflight.diagnosis import PreflightResult, Problem
+from ingot.launch.preflight.diagnosis import FAIL, OK, PreflightResult, Problem
 from ingot.launch.slurm.allocation import SlurmCluster
 from ingot.launch.spec import LaunchSpec, read_spec
 from ingot.launch.supervisor.attempt import AttemptRun, Times
@@ -63,12 +63,13 @@ def _missing(nodes: Sequence[str], server: AgentServer, ended: Mapping[str, str]
 async def _test(
     spec: LaunchSpec, server: AgentServer, nodes: Sequence[str], problems: list[Problem]
 ) -> PreflightResult:
+    agents = {"agent": FAIL if problems else OK}
     if not nodes:
-        return PreflightResult(problems)
+        return PreflightResult(problems, checks=agents)
     tests = NodeTests(server, spec, nodes)
     result = await tests.run()
     lost = [Problem(reason, node) for node, reason in tests.lost.items()]
-    return PreflightResult([*problems, *lost, *result.problems], result.notes)
+    return PreflightResult([*problems, *lost, *result.problems], result.notes, agents | result.checks)
 
 
 async def _lead(path: Path, nodes: Sequence[str]) -> PreflightResult:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +22,7 @@ from ingot.data.formats.indexed_reader import IndexFile
 from ingot.data.formats.mds_reader import read_index
 from ingot.data.loading.open_dataset import locate
 from ingot.errors import DataError, IngotError
+from ingot.launch.preflight.diagnosis import own_checks
 from ingot.launch.profiles import Profile
 from ingot.launch.spec import LaunchSpec
 from ingot.migrate import load_run_config
@@ -51,12 +52,17 @@ class Report:
 
 def check_node(spec: LaunchSpec, profile: Profile, env: Mapping[str, str]) -> Report:
     """All checks of this node."""
-    findings = {"disk": _disk(spec)}
-    if spec.verb == "train":
-        findings |= {"nics": _nics(profile), "limits": _limits(profile, spec.nodes * spec.processes)}
-    if spec.gpus_per_node:
-        findings |= {"gpus": _gpus(spec.gpus_per_node), "nvlink": _nvlink(), "shm": _shared_memory()}
-    if spec.verb == "train" and spec.arguments:
+    checks: dict[str, Callable[[], str]] = {
+        "disk": lambda: _disk(spec),
+        "nics": lambda: _nics(profile),
+        "limits": lambda: _limits(profile, spec.nodes * spec.processes),
+        "gpus": lambda: _gpus(spec.gpus_per_node),
+        "nvlink": _nvlink,
+        "shm": _shared_memory,
+    }
+    made = own_checks(spec, profile)
+    findings = {name: check() for name, check in checks.items() if name in made}
+    if "data" in made:
         try:
             check_data(spec)
         except DataError as error:
@@ -128,11 +134,10 @@ def nvlink_problem(answer: str) -> str:
 
 
 def _nics(profile: Profile) -> str:
-    if not profile.nics:
-        return ""
+    needed = profile.nics or 0
     states = [port.read_text() for port in INFINIBAND.glob("*/ports/1/state")]
     active = sum("ACTIVE" in state for state in states)
-    return "" if active >= profile.nics else f"{active} of {profile.nics} network devices are active in {INFINIBAND}"
+    return "" if active >= needed else f"{active} of {needed} network devices are active in {INFINIBAND}"
 
 
 def _limits(profile: Profile, world: int) -> str:

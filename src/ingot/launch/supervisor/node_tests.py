@@ -13,6 +13,9 @@ from typing import Any
 
 from ingot.launch.messages import AllReduce, CheckNode, EndProbe, Failed, NodeChecked, ProbeReady, Reduced, StartProbe
 from ingot.launch.preflight.diagnosis import (
+    FAIL,
+    OK,
+    SKIP,
     Group,
     PreflightResult,
     Problem,
@@ -20,6 +23,7 @@ from ingot.launch.preflight.diagnosis import (
     failing_nodes,
     next_groups,
     nodes_that_differ,
+    own_checks,
     slow_devices,
     wrong_clocks,
 )
@@ -76,8 +80,19 @@ class NodeTests:
         named = {problem.host for problem in problems}
         differ = nodes_that_differ({node: answer.common for node, answer in found.items()})
         problems += [problem for problem in differ if problem.host not in named]
-        problems += self._wrong_clocks(clocks)
+        wrong = self._wrong_clocks(clocks)
+        problems += wrong
+        failed = {check for answer in found.values() for check in answer.checks}
+        failed |= ({"software"} if differ else set()) | ({"clocks"} if wrong else set())
+        made = own_checks(self.spec, self.profile) + (["software", "clocks"] if len(self.nodes) > 1 else [])
+        looked = any("environment" not in answer.checks for answer in found.values())  # else nothing else was
+        self.result.checks = dict.fromkeys(made, OK if looked else SKIP) | dict.fromkeys(failed, FAIL)
+        if "config" in failed:
+            self.result.checks["data"] = SKIP
         measure = self.spec.verb == "train" and (self.spec.nodes > 1 or self.spec.gpus_per_node > 0)
+        if measure:
+            several = len(self.nodes) * (self.spec.gpus_per_node or 1) > 1
+            self.result.checks |= {"devices": SKIP, "network": SKIP} if several else {"devices": SKIP}
         if problems or self.lost or not measure:
             return problems
         return await self._measure()
@@ -126,15 +141,20 @@ class NodeTests:
             await asyncio.wait((warm,), timeout=SPARE_SECONDS)
             warm.cancel()  # what it has begun on a slow spare goes on
             if problems or self.lost:
+                self.result.checks["devices"] = FAIL
                 return problems
             slow = slow_devices({node: answer.tflops for node, answer in ready.items()})
-            if self.spec.gpus_per_node and slow:
+            is_slow = self.spec.gpus_per_node > 0 and bool(slow)
+            self.result.checks["devices"] = FAIL if is_slow else OK
+            if is_slow:
                 return [Problem(sentence, node) for node, sentence in slow.items()]
             self.result.notes += slow.values()  # cores may be shared with others
             processes = self.spec.gpus_per_node or 1
             if len(self.nodes) * processes == 1:
                 return []
-            return await self._test_network(ready, processes)
+            found = await self._test_network(ready, processes)
+            self.result.checks["network"] = FAIL if found else OK
+            return found
         finally:
             await self.server.request_all(dict.fromkeys(self.nodes, EndProbe()), ANSWER_SECONDS)
 
