@@ -86,6 +86,45 @@ def test_no_time_limit_and_one_of_a_preparation_are_understood() -> None:
         check_time_limit(spec(time="3", verb="prepare"), MeasuredTimes())
 
 
+@pytest.mark.parametrize(
+    ("where", "code", "says"),
+    [
+        ("absent", 2, "absent does not exist; write a dataset there with `ingot prepare`"),
+        ("{here}/absent", 2, "absent does not exist; write a dataset there with `ingot prepare`"),
+        ("{here}", 2, "is empty; write a dataset there"),
+        ("/absent/c4", 0, "warning: /absent/c4 does not exist on this machine; each node must see this data"),
+        ("/mounted/c4", 0, "warning: /mounted/c4 (/absent/fsx/c4 here) does not exist on this machine; each node must"),
+        ("/volume/c4", 0, ""),  # a claim, which is nowhere but in pods
+        ("s3://bucket/c4", 0, ""),
+        ("{data}", 0, ""),
+    ],
+)
+def test_data_that_is_not_there_is_refused_below_this_folder_and_noted_elsewhere(
+    tiny: list[str], data: Path, tmp_path: Path, ingot_here: Ingot, where: str, code: int, says: str
+) -> None:
+    path = where.format(here=tmp_path, data=data)
+    source = ["data.train.path=cache", f"data.train.remote={path}"] if "://" in path else [f"data={path}"]
+    arguments = [*(argument for argument in tiny if not argument.startswith("data=")), *source, "data.eval=null"]
+    options = ["--profile", "cpu", "-N", "2", "--image", "a/b:1"]
+    slurm = ["launch", "slurm", *options, "--mounts", "/absent/fsx:/mounted", "--dry-run"]
+    pods = ["launch", "kubernetes", *options, "--mounts", f"shared:{tmp_path},other:/volume,/absent/fsx:/mounted"]
+    for command in [pods] if path.startswith("/volume") else [slurm, pods]:
+        done = ingot_here(*command, *arguments, check=False)
+        assert done.returncode == code and says in done.stderr, done.stderr
+        assert ("warning" in done.stderr) == says.startswith("warning")
+
+
+@pytest.mark.parametrize("where", ["absent", "/absent/c4"])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_run_on_this_machine_is_refused_without_its_data_before_anything_is_written(
+    tiny: list[str], tmp_path: Path, ingot_here: Ingot, where: str, more: list[str]
+) -> None:
+    arguments = [*(argument for argument in tiny if not argument.startswith("data=")), f"data={where}"]
+    refused = ingot_here("launch", "local", "--profile", "cpu", *arguments, *more, check=False)
+    assert refused.returncode == 2 and f"error: {where} does not exist; write a dataset" in refused.stderr
+    assert not refused.stdout and not (tmp_path / "run").exists()
+
+
 def test_more_spares_than_nodes_are_refused(tiny: list[str], ingot_here: Ingot) -> None:
     refused = ingot_here(*DRY, "--spares", "3", *tiny, check=False)
     assert refused.returncode == 2 and "--spares 3 is more than --nodes 2" in refused.stderr

@@ -15,6 +15,7 @@ from ingot.launch.measured_times import read_times
 from ingot.launch.profiles import find_profile, launch_defaults
 from ingot.launch.protocol import LOCAL, LaunchFolder
 from ingot.launch.spec import LaunchSpec, make_spec
+from ingot.launch.submit_checks import check_data
 from ingot.launch.supervisor.failure_log import read_all_failures
 from ingot.launch.supervisor.judge import strikes as struck_nodes
 from ingot.launch.supervisor.records import Opened
@@ -28,9 +29,10 @@ MAX_STRIKES = 2  # a node is excluded after this many failures of its own
 
 
 def training_spec(
-    arguments: list[str], options: dict[str, Any], dialect: str | None = None, inherits_env: bool = False
+    arguments: list[str], options: dict[str, Any], dialect: str | None = None, is_here: bool = False
 ) -> tuple[LaunchSpec, list[str]]:
-    """The spec of a training run, and notes on what was decided. inherits_env: it sees this process's variables."""
+    """The spec of a training run, and notes on what was decided. is_here: it runs on this machine, with this process's
+    variables."""
     check_recipe(arguments)
     config = load_run_config(arguments, dialect)
     run = Path(config.run_folder).absolute()
@@ -44,12 +46,13 @@ def training_spec(
         notes.append(f"the job saves {times.signal_seconds} s before its time limit ({times.why})")
     notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
-    check_logins(config.loggers, [*spec.secrets, *(os.environ if inherits_env else ())], has_home=not spec.image)
+    check_logins(config.loggers, [*spec.secrets, *(os.environ if is_here else ())], has_home=not spec.image)
     world = spec.processes * spec.nodes
     batch = config.global_train_batch_size
     layout, why = choose_layout(config.parallel, world, config.model, batch, StepShape.of(config), node=spec.processes)
     nodes = f"{count_of(spec.nodes, 'node')} x {count_of(spec.processes, 'process', 'es')}"
     notes.append(f"layout: {nodes}, {layout} ({why})")
+    notes += check_data(config, spec, is_here)
     if config.max_wall_time is not None and spec.chain > 1:
         notes.append(f"max_wall_time={config.max_wall_time} ends the whole launch, not one job of the chain")
     return spec, notes

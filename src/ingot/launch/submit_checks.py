@@ -5,6 +5,8 @@ import re
 import shutil
 from pathlib import Path
 
+from ingot.config.run import RunConfig
+from ingot.data.loading.open_dataset import check_local, locate
 from ingot.errors import ConfigError
 from ingot.launch.measured_times import START_UP_SECONDS, STEP_SECONDS, MeasuredTimes, read_times
 from ingot.launch.protocol import LaunchFolder
@@ -24,6 +26,39 @@ def check_submission(spec: LaunchSpec) -> list[str]:
     check_spares(spec)
     check_time_limit(spec, times)
     return check_folder(spec, shutil.which("sbatch") is not None)
+
+
+def check_data(config: RunConfig, spec: LaunchSpec, is_here: bool) -> list[str]:
+    """Data that is not there is refused where this machine must see it: for a run on it, and below the folder where the
+    command was given. Elsewhere the nodes may see more than this machine does, so that is a note."""
+    sources = (config.sources.train, *config.sources.eval_sources.values())
+    if is_here:
+        for source in sources:
+            check_local(source, config.model.vocab_size)
+        return []
+    notes: dict[str, None] = {}
+    for part in [part for source in sources for part in (source.mix.values() or [source]) if part.remote is None]:
+        path = Path(spec.workdir) / part.path
+        if path.is_relative_to(spec.workdir) and spec.workdir != "/":
+            locate(path, part.split)
+        elif (seen := _on_this_machine(path, spec)) is not None and not _is_data(seen):
+            where = f"{path} ({seen} here)" if seen != path else str(path)
+            notes[f"warning: {where} does not exist on this machine; each node must see this data"] = None
+    return list(notes)
+
+
+def _on_this_machine(path: Path, spec: LaunchSpec) -> Path | None:
+    """Where a path on the nodes is here; None if it is on a volume of Kubernetes, which this machine does not see."""
+    if any(path.is_relative_to(claim.split(":")[1]) for claim in spec.claims):
+        return None
+    for source, target, *_ in (mount.split(":") for mount in spec.mounts if spec.image):
+        if path.is_relative_to(target):
+            return Path(source) / path.relative_to(target)
+    return path
+
+
+def _is_data(path: Path) -> bool:
+    return path.exists() or Path(f"{path}.idx").exists()
 
 
 def check_spares(spec: LaunchSpec) -> None:

@@ -45,14 +45,14 @@ class RunOptions(ScriptSettings):
     """Format of the config files: foundry, neox or megatron."""
 
 
-def make_training_spec(arguments: list[str] | None, options: dict[str, Any], inherits_env: bool = False) -> LaunchSpec:
+def make_training_spec(arguments: list[str] | None, options: dict[str, Any], is_here: bool = False) -> LaunchSpec:
     """The spec of a training run; prints what was decided."""
     given = {name: options.pop(name, None) for name in RunOptions.model_fields}
     found = [*([given["config"]] if given["config"] else []), *(arguments or []), *shlex.split(given["updates"] or "")]
     if not found:
         raise ConfigError("nothing to launch: name a recipe, for example `ingot launch slurm mpt-125m -N 2`")
     found += script_arguments(given)
-    spec, notes = training_spec(found, options, given["dialect"], inherits_env)
+    spec, notes = training_spec(found, options, given["dialect"], is_here)
     print_notes(notes)
     return spec
 

@@ -31,7 +31,7 @@ def local(arguments: Arguments = None, dry_run: DryRun = False, **options: Any) 
         --processes-per-node 2
     """
     here = {"nodes": 1, "gpus_per_node": count_gpus()}
-    run_here(make_training_spec(arguments, here | options, inherits_env=True), dry_run)
+    run_here(make_training_spec(arguments, here | options, is_here=True), dry_run)
 
 
 def run_here(spec: LaunchSpec, dry_run: bool) -> None:
