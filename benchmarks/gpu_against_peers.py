@@ -26,7 +26,7 @@ import torch._dynamo
 from gpu import clean
 from gpu_distributed import matmul_tflops
 from gpu_peers import LargePeer, NanoGPT, PeerStep
-from gpu_profile import event_times
+from gpu_profile import event_times, profile_step
 from gpu_table import add_row, wait_for_turn
 from gpu_variants import Built, Section
 
@@ -91,9 +91,10 @@ def run_ingot(shape: Shape, overrides: list[str]) -> dict[str, Any]:
     built.start()
     ready = time.time() - start
     times = measure(lambda: built.steps.step(built.rows)[0], built.device)
+    profile = profile_step(lambda: float(built.steps.step(built.rows)[0])) if built.device.type == "cuda" else {}
     return {"system": "ingot", "times": times, "microbatch": built.executor.microbatch, "first_loss": built.losses[0],
             "recompute": built.executor.recompute, "memory_gib": peak_gib(built.device),
-            "compiled": "blocks", "seconds_to_ready": round(ready, 1)}  # fmt: skip
+            "compiled": "blocks", "seconds_to_ready": round(ready, 1), **profile}  # fmt: skip
 
 
 def run_peer(shape: Shape, config: RunConfig, device: torch.device, micro: int) -> dict[str, Any]:

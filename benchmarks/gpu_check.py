@@ -33,7 +33,7 @@ from gpu_variants import WRAPPED, Section
 START = time.time()
 HERE = Path(__file__).parent
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch looks once, at the first product of a process
-TESTS = ["tests/model/test_gpu_kernels.py", "tests/train/test_gpu.py"]
+TESTS = ["tests/model/test_gpu_kernels.py", "tests/train/test_gpu.py", "tests/faults/test_gpu_host_copies.py"]
 TEST_PROCESSES = 6  # which share the card's memory with the cases of repeatability
 EVERYWHERE = [f"model.{kind}_pdrop=0.1" for kind in ("resid", "emb", "attn")]
 PLAIN, WRAPPING = ("plain", ["cuda_graphs=false"]), ("wrapped", [WRAPPED])
@@ -43,10 +43,12 @@ RESIDUAL = ("dropout but for attention", ["cuda_graphs=false", *EVERYWHERE[:2]])
 LEARNED = ["model.positions=learned"]
 FP8 = "precision=fp8"
 WRAPPED_FP8, PLAIN_FP8 = ("wrapped fp8", [WRAPPED, FP8]), ("plain fp8", [FP8])
+FP8_VARIANTS = [WRAPPING, WRAPPED_FP8, PLAIN_FP8]
 GRAPHS = [("one by one", ["cuda_graphs=false"]), ("graph", ["cuda_graphs=true"]), WRAPPING]
 
 SECTIONS = [
-    Section("7b", "mpt-7b", [PLAIN, WRAPPING, WRAPPED_FP8, PLAIN_FP8], 16, 3, LEARNED, seconds=130),
+    Section("7b", "mpt-7b", [PLAIN, WRAPPING, WRAPPED_FP8, PLAIN_FP8], 16, 3, LEARNED, seconds=130,
+            profile=["plain", "wrapped fp8"]),
     Section("125m", "mpt-125m", [PLAIN, WRAPPING, DETERMINISTIC, DROPOUT, RESIDUAL], 128, 3, LEARNED, micro=32,
             seconds=75, decide=True),
     Section("llama-8b", "llama-8b", [PLAIN, WRAPPING], 8, 1, ["max_seq_len=2048"], seconds=40),
@@ -56,13 +58,13 @@ SECTIONS = [
     Section("llama-1b", "llama-1b", [PLAIN, WRAPPING, DETERMINISTIC], 4, 2, micro=2, seconds=50),
     Section("pythia-14m", "pythia-14m", GRAPHS, 32, 4, micro=4, seconds=35),
     Section("1b-dropout", "mpt-1b", [PLAIN, DROPOUT, RESIDUAL], 32, 2, LEARNED, micro=16, rounds=2, seconds=60),
-    Section("7b-fp8", "mpt-7b", [WRAPPING, WRAPPED_FP8, PLAIN_FP8], 16, 2, LEARNED, seconds=90,
-            profile=["wrapped fp8"]),
     Section("1b-two-ranks", "mpt-1b", [PLAIN, ("one of two ranks", ["parallel.shard=2"])], 32, 2, LEARNED, micro=16,
             seconds=40),
     Section("125m-small", "mpt-125m", GRAPHS, 32, 4, LEARNED, micro=4, seconds=35),
-    Section("llama-1b-128k", "llama-1b", [PLAIN], 1, 1, ["max_seq_len=131072"], seconds=45, quick=True),
+    Section("llama-1b-128k", "llama-1b", [PLAIN], 1, 1, ["max_seq_len=131072"], seconds=100, quick=True),
     Section("llama-8b-8k", "llama-8b", [PLAIN], 4, 1, seconds=30),
+    Section("llama-1b-fp8", "llama-1b", FP8_VARIANTS, 32, 2, ["max_seq_len=2048"], micro=8, seconds=50),
+    Section("pythia-2.8b-fp8", "pythia-2.8b", FP8_VARIANTS, 32, 2, seconds=60),
     Section("profile-125m", "mpt-125m", [PLAIN], 128, 3, LEARNED, seconds=25, profile=["plain"]),
 ]  # fmt: skip
 
@@ -79,7 +81,7 @@ class Script:
 PEERS = ["125m", "1b", "llama-1b", "pythia-1b", "350m", "760m", "pythia-2.8b", "3b"]
 SCRIPTS = [
     *(Script(f"peers-{size}", ["gpu_against_peers.py", size], 45) for size in PEERS),
-    Script("fp8-300", ["gpu_fp8.py"], 90),
+    Script("fp8-300", ["gpu_fp8.py"], 120),
     Script("checkpoint", ["checkpoint.py", "--card"], 120),
     Script("trees", ["compare_steps.py", "--old", ".carry/old.tar.gz", "--seconds", "130"], 170),
 ]

@@ -84,7 +84,7 @@ def kernels(config: RunConfig, batch: int) -> Iterator[Kernel]:
     from ingot.model.kernels.add_norm import add_norm
     from ingot.model.kernels.alibi_attention import alibi_attention
     from ingot.model.kernels.biased_gelu import biased_gelu
-    from ingot.model.kernels.fp8 import FORWARD, quantize
+    from ingot.model.kernels.fp8.linear import FORWARD, quantize
     from ingot.model.kernels.linear_cross_entropy import linear_cross_entropy
     from ingot.model.kernels.split_qkv import split_heads
 

@@ -34,11 +34,15 @@ def test_a_goal_is_judged_by_the_ratio_within_one_call() -> None:
     assert goals(plain, in_turn)[goal] == ("0.995", "met")
 
 
-def test_fp8_is_judged_by_its_own_section_once_that_has_run() -> None:
+def test_fp8_is_judged_by_bf16_of_the_same_call_and_by_its_loss_at_the_end() -> None:
     goal = "7b in fp8, wrapped, at 1.35 of bf16, wrapped"
-    old = [timed("7b", "wrapped", 1000), timed("7b", "wrapped fp8", 1004, precision="fp8")]
-    new = [timed("7b-fp8", "wrapped", 1000), timed("7b-fp8", "wrapped fp8", 1400, precision="fp8")]
-    assert goals(*old)[goal] == ("1.004", "missed") and goals(*old, *new)[goal] == ("1.400", "met")
+    base = timed("7b", "wrapped", 1000)
+    assert goals(base, timed("7b", "wrapped fp8", 1004, precision="fp8"))[goal] == ("1.004", "missed")
+    assert goals(base, timed("7b", "wrapped fp8", 1400, precision="fp8"))[goal] == ("1.400", "met")
+    for end, outcome in ((0.0099, "met"), (0.0121, "missed")):
+        curve = {"section": "fp8-300", "variant": "losses, fp8 and bf16", "of_the_last_tenth": end, "largest_difference": 0.025}
+        found = goals(curve)["loss of wrapped fp8 within 1% of bf16 after 300 steps"]
+        assert found == (f"{end:.2%} in the last tenth of the steps, at most 2.5% in one", outcome)
 
 
 def test_a_wait_or_a_slow_load_misses_its_goal() -> None:

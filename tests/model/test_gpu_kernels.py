@@ -227,7 +227,7 @@ def test_a_product_is_added_to_an_fp32_gradient_without_rounding() -> None:
 
 
 def test_fp8_products_equal_those_of_the_quantized_values() -> None:
-    from ingot.model.kernels.fp8 import BACKWARD, FORWARD, multiply, quantize, why_no_fp8
+    from ingot.model.kernels.fp8.linear import BACKWARD, FORWARD, multiply, quantize, why_no_fp8
 
     if why := why_no_fp8(torch.device("cuda")):
         pytest.skip(why)
@@ -238,9 +238,49 @@ def test_fp8_products_equal_those_of_the_quantized_values() -> None:
         assert apart(multiply(a8, a_scale, b8.t(), b_scale, torch.float32), expected) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens"), [(16, 16, 16), (48, 80, 256), (1040, 784, 304), (4096, 1024, 2048)]
+)
+def test_fp8_products_are_added_to_an_fp32_gradient(rows: int, columns: int, tokens: int) -> None:
+    """By the library itself: twice, and once on another stream."""
+    from ingot.model.kernels.fp8.accumulate import add_product
+    from ingot.model.kernels.fp8.linear import BACKWARD, FORWARD, quantize, why_no_fp8
+
+    if why := why_no_fp8(torch.device("cuda")):
+        pytest.skip(why)
+    whole = torch.randn(rows + 1, columns, device="cuda")
+    total, beyond = whole[:rows], whole[rows].clone()
+    expected, there = total.double(), total.data_ptr()
+    streams = [torch.cuda.current_stream(), torch.cuda.current_stream(), torch.cuda.Stream()]
+    for stream in streams:
+        a, b = torch.randn(rows, tokens, device="cuda"), torch.randn(columns, tokens, device="cuda").exp()
+        (a8, _, a_scale), (b8, _, b_scale) = quantize(a, BACKWARD, False), quantize(b, FORWARD, False)
+        expected += (a8.double() * a_scale.double()) @ (b8.double() * b_scale.double()).t()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            assert add_product(total, a8, a_scale, b8, b_scale)
+        torch.cuda.synchronize()
+    assert apart(total, expected) < 2e-3 and total.data_ptr() == there and torch.equal(whole[rows], beyond)
+
+
+def test_fp8_products_without_the_library_are_added_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ingot.model.kernels.fp8 import accumulate, linear
+
+    if why := linear.why_no_fp8(torch.device("cuda")):
+        pytest.skip(why)
+    monkeypatch.setattr(torch.version, "cuda", "999.0")
+    accumulate._library.cache_clear()
+    total = torch.ones(48, 80, device="cuda")
+    ones = [linear.quantize(torch.ones(size, 32, device="cuda"), linear.FORWARD, False) for size in (48, 80)]
+    (a, _, a_scale), (b, _, b_scale) = ones
+    assert not accumulate.add_product(total, a, a_scale, b, b_scale)
+    linear._add_fp8_product(total, a, a_scale, b, b_scale)
+    assert apart(total, torch.full_like(total, 33.0)) < 1e-3
+
+
 @pytest.mark.parametrize("size", [(16, 16), (48, 256), (1040, 784), (7, 3), (4096, 2048)])
 def test_8_bits_by_rows_and_by_columns_are_those_of_the_formula(size: tuple[int, int]) -> None:
-    from ingot.model.kernels.fp8 import BACKWARD, FORWARD, quantize
+    from ingot.model.kernels.fp8.linear import BACKWARD, FORWARD, quantize
 
     for dtype, wide in product((FORWARD, BACKWARD), (torch.bfloat16, torch.float32)):
         x = (torch.randn(size) * torch.randn(size).exp()).to(wide)

@@ -37,8 +37,8 @@ else:
     from ingot.model.kernels.add_norm import add_norm
     from ingot.model.kernels.alibi_attention import alibi_attention
     from ingot.model.kernels.biased_gelu import biased_gelu
-    from ingot.model.kernels.fp8 import BACKWARD, FORWARD, LEAST
-    from ingot.model.kernels.fp8_quantize import quantize_both, quantize_into
+    from ingot.model.kernels.fp8.linear import BACKWARD, FORWARD, LEAST
+    from ingot.model.kernels.fp8.quantize import quantize_both, quantize_into
     from ingot.model.kernels.fused_attention import visible_span
     from ingot.model.kernels.split_qkv import split_heads
 

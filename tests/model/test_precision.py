@@ -12,7 +12,7 @@ from ingot.model.gpt import GPT
 from ingot.model.init import build_model
 from ingot.model.kernels import attach, refresh, use_fp8
 from ingot.model.kernels.bf16_weights import Bf16Embedding, Bf16Linear, CopiedWeight
-from ingot.model.kernels.fp8 import BACKWARD, FORWARD, Fp8Linear, quantize, why_no_fp8
+from ingot.model.kernels.fp8.linear import BACKWARD, FORWARD, Fp8Linear, quantize, why_no_fp8
 from ingot.parallel.loss_model import LossModel
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from ingot.model.init import build_model
 from ingot.model.kernels import attach, conditions, use_fp8
 from ingot.model.kernels.bf16_weights import Bf16Linear
 from ingot.model.kernels.conditions import why_no_triton
-from ingot.model.kernels.fp8 import Fp8Linear
+from ingot.model.kernels.fp8.linear import Fp8Linear
 from ingot.model.kernels.fused_attention import choose_attention
 from ingot.parallel.executors.device import check_precision, choose_compile, describe_capability
 from ingot.parallel.layout import Layout

@@ -23,7 +23,7 @@ from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
 from ingot.model import kernels
 from ingot.model.kernels.bf16_weights import Bf16Linear
-from ingot.model.kernels.fp8 import Fp8Linear
+from ingot.model.kernels.fp8.linear import Fp8Linear
 from ingot.parallel.dtensor import gather, local
 from ingot.parallel.executors.base import Executor, NoMessages
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed

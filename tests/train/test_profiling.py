@@ -4,6 +4,7 @@ import gzip
 import json
 import resource
 import signal
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,6 +251,23 @@ def test_memory_is_told_by_category_and_by_the_largest_blocks() -> None:
 def test_memory_history_on_a_cpu_says_that_it_does_nothing(tiny: list[str], tmp_path: Path) -> None:
     lines, _ = run(tiny, tmp_path / "run", "profiler.memory_history=true", "max_duration=1ba")
     assert sum("profiler.memory_history needs a GPU" in line for line in lines) == 1
+
+
+def test_the_stack_of_a_backward_pass_begins_with_the_call_that_waits_for_it() -> None:
+    """torch computes gradients of a GPU in a thread of its own, which knows nothing of the step that asked for them."""
+    found: list[list[str]] = []
+
+    def backward_pass() -> None:
+        found.append(memory_report.call_stack())
+
+    thread = threading.Thread(target=backward_pass)
+    thread.start()
+    thread.join()
+    (stack,) = found
+    names = [line.rpartition(" ")[2] for line in stack]
+    assert names.index("join") < names.index("backward_pass")
+    assert names[-2:] == ["backward_pass", "call_stack"]
+    assert len(memory_report.call_stack()) < len(stack)  # once in the main thread
 
 
 def test_an_allocation_that_fails_is_written_down_by_the_watch_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

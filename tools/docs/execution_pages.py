@@ -60,6 +60,7 @@ def pages(gpu: Any) -> dict[str, str]:
         "checkpoint-loading.svg": loading_chart(found),
         "gpu-now.md": peer_table(found) + "\n" + tree_table(found),
         "gpu-rates.md": rate_table(found),
+        "gpu-profiles.md": profile_table(found),
         "execution-goals.md": goal_table(found),
     }
 
@@ -242,6 +243,18 @@ def rate_table(found: Executions) -> str:
     return table(head, rows) + f"\nNot measured with the current tree: {', '.join(missing)}.\n"
 
 
+def profile_table(found: Executions) -> str:
+    """Where the time of a step goes, in percent, by kind of kernel."""
+    profiles = [row for row in found.variants("ingot", "plain", "wrapped fp8") if row.get("milliseconds")]
+    kinds = list(dict.fromkeys(kind for row in profiles for kind in row["milliseconds"]))
+    rows: list[list[object]] = []
+    for row in profiles:
+        whole = sum(row["milliseconds"].values())
+        name = label(row) + (", fp8, wrapped" if row["precision"] == "fp8" else "")
+        rows.append([name, *(f"{row['milliseconds'].get(kind, 0.0) / whole:.1%}" for kind in kinds)])
+    return table(["", *kinds], rows)
+
+
 def goal_table(found: Executions) -> str:
     """The goals of sharded runs, fp8, start-up, checkpoints and CUDA graphs."""
     rows: list[list[object]] = []
@@ -255,12 +268,11 @@ def goal_table(found: Executions) -> str:
 
     for size, goal in SHARDED_GOALS.items():
         add(f"{size} wrapped by FSDP2 at {goal} of the plain process", of(size, "wrapped", "plain"), goal)
-    sections = [name for name in ("7b-fp8", "7b") if found.get(name, "wrapped fp8")]
-    fp8 = of(sections[0], "wrapped fp8", "wrapped") if sections else None
-    add(f"7b in fp8, wrapped, at {FP8_GOAL} of bf16, wrapped", fp8, FP8_GOAL)
+    add(f"7b in fp8, wrapped, at {FP8_GOAL} of bf16, wrapped", of("7b", "wrapped fp8", "wrapped"), FP8_GOAL)
     curve = found.get("fp8-300", "losses, fp8 and bf16")
-    apart = curve["largest_difference"] if curve else None
-    add("losses of wrapped fp8 within 1% of bf16 over 300 steps", None if apart is None else 1 - apart, 0.99)
+    apart = curve["of_the_last_tenth"] if curve else None
+    add("loss of wrapped fp8 within 1% of bf16 after 300 steps", None if apart is None else 1 - apart, 0.99,
+        f"{apart:.2%} in the last tenth of the steps, at most {curve['largest_difference']:.1%} in one" if curve else None)
     for size, goal in DETERMINISTIC_GOALS.items():
         name = "llama-1b at 8192 tokens" if size == "llama-1b" else size
         add(f"{name} with `deterministic=true` at {goal}", of(size, "deterministic", "plain"), goal)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ingot.model.kernels.bf16_weights import GatheredWeight
-from ingot.model.kernels.fp8 import Fp8Linear
+from ingot.model.kernels.fp8.linear import Fp8Linear
 from ingot.model.precision import COMPUTE_DTYPES
 from ingot.parallel.loss_model import LossModel
 from ingot.parallel.mesh import ParallelMesh
@@ -172,7 +172,7 @@ def _quantize_weights(layers: list[Fp8Linear], *_: Any) -> None:
     """Quantize a block's weights when they have been gathered, and free what they were made from."""
     for layer in layers:
         if layer.quantize_weight():
-            assert layer.working is not None
+            assert isinstance(layer.working, GatheredWeight)
             layer.working.accumulator.free_unsharded_param()
 
 

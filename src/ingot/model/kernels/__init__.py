@@ -15,7 +15,7 @@ from ingot.model.attention import SdpaAttention
 from ingot.model.gpt import GPT, Block
 from ingot.model.kernels.bf16_weights import Bf16Embedding, Bf16Linear, CopiedWeight, WorkingLinear
 from ingot.model.kernels.conditions import why_no_triton
-from ingot.model.kernels.fp8 import Fp8Linear, fits_fp8, why_no_fp8
+from ingot.model.kernels.fp8.linear import Fp8Linear, fits_fp8, why_no_fp8
 from ingot.model.kernels.fused_attention import AlibiAttention, CudnnAttention, FusedAttention, choose_attention
 
 

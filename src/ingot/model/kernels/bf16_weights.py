@@ -43,9 +43,9 @@ class WorkingWeight(Protocol):
 class CopiedWeight:
     """A parameter that this process holds whole, with its own bf16 copy, unless memory lacks room for it."""
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, weight: Tensor, hold: bool = True):
         self.weight = weight
-        self.copy: Tensor | None = weight.detach().bfloat16()
+        self.hold(hold)
         self.gradient = torch.zeros_like(weight)  # at the same address in every step, as CUDA graphs need
         self.refresh(training=True)
 
@@ -57,7 +57,7 @@ class CopiedWeight:
 
     def hold(self, hold: bool) -> None:
         """Keep the copy, or cast the weight for each matrix product: 12 bytes of traffic per weight and microbatch."""
-        self.copy = self.weight.detach().bfloat16() if hold else None
+        self.copy: Tensor | None = self.weight.detach().bfloat16() if hold else None
 
     @torch.no_grad()
     def refresh(self, training: bool) -> None:

@@ -6,6 +6,8 @@ allocation in a step, also for one that the run survives with a smaller microbat
 """
 
 import gc
+import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -83,12 +85,12 @@ class MemoryWatch:
             blocks = [block for segment in torch.cuda.memory_snapshot() if segment["device"] == device
                       for block in segment["blocks"]]  # fmt: skip
             known = {tensor.untyped_storage().data_ptr(): about for tensor, about in self._known_tensors()}
-            stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_stack()[:-1]]
             path = self.folder / f"{self.name}.json"
             write_json(path, {
                 "doing": self.doing(), "rank": self.executor.rank_env.rank, "microbatch": self.executor.microbatch,
                 "asked_bytes": asked, "device_bytes": total, "free_bytes": free,
-                "reserved_bytes": torch.cuda.memory_reserved(device), **describe_blocks(blocks, known), "stack": stack,
+                "reserved_bytes": torch.cuda.memory_reserved(device), **describe_blocks(blocks, known),
+                "stack": call_stack()[:-2],
             })  # fmt: skip
             self._news = str(path)
             if self.has_history:
@@ -111,6 +113,16 @@ class MemoryWatch:
                 gradient = local(parameter.tensor.grad)
                 yield gradient, _known(GRADIENTS, parameter.name, gradient)
             yield local(parameter.tensor), _known(WEIGHTS, parameter.name, local(parameter.tensor))
+
+
+def call_stack() -> list[str]:
+    """Where the code is, the innermost call last. Backward passes run in a thread of torch's: the call that waits for
+    them in the main thread comes first."""
+    frames = traceback.extract_stack()
+    main = threading.main_thread().ident
+    if main is not None and main != threading.get_ident():
+        frames = [*traceback.extract_stack(sys._current_frames()[main]), *frames]  # type: ignore[assignment]
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
 
 
 _watches: dict[int | None, MemoryWatch] = {}  # by device

@@ -8,8 +8,9 @@ A linear layer is three matrix products, and each needs both sides in 8 bits, la
 
 So x, w and dy are each quantized once and kept by rows and by columns; the backward pass keeps the 8-bit x. A tensor
 has one scale, from its own largest value at each use (dynamic scaling): x and w in e4m3, which has more digits, dy in
-e5m2, which has more range. Products accumulate in fp32 and come out in bf16, the weight's gradient in fp32. Weights are
-quantized once per step. Libraries do this with tensor subclasses; a function and its gradient are enough.
+e5m2, which has more range. Products accumulate in fp32 and come out in bf16; that of a weight's gradient is added to an
+fp32 buffer (`accumulate.py`). Weights are quantized once per step. Libraries do this with tensor subclasses; a
+function and its gradient are enough.
 
 Where the hardware lacks 8-bit products, the same numbers are made by quantizing and multiplying in fp32, which is how
 the CPU tests check them.
@@ -21,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from ingot.model.kernels.bf16_weights import GatheredWeight, WorkingLinear
+from ingot.model.kernels.bf16_weights import CopiedWeight, GatheredWeight, WorkingLinear
 from ingot.model.kernels.conditions import TRITON, autocast_dtype, why_no_triton
+from ingot.model.kernels.fp8 import accumulate
 from ingot.model.kernels.operator import operator
 
 if TRITON:
-    from ingot.model.kernels.fp8_quantize import quantize_both, quantize_into
+    from ingot.model.kernels.fp8.quantize import quantize_both, quantize_into
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of every dimension, for the tensor cores
@@ -78,8 +80,9 @@ def multiply(
 
 @operator("ingot::add_fp8_product", mutates_args=("total",))
 def _add_fp8_product(total: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
-    """total [n, m] += a [n, k] times b [k, m], as in `multiply`."""
-    total.add_(multiply(a, a_scale, b, b_scale, total.dtype))
+    """total [n, m] += a [n, k] times b [m, k] transposed, as in `multiply`."""
+    if not (total.is_cuda and accumulate.add_product(total, a, a_scale, b, b_scale)):
+        total.add_(multiply(a, a_scale, b.t(), b_scale, total.dtype))
 
 
 @library.register_fake("ingot::add_fp8_product")
@@ -110,7 +113,7 @@ class _LinearFp8Function(torch.autograd.Function):
         d_bias = d_y.sum(0).to(bias_dtype) if ctx.needs_input_grad[2] else None
         d_w = None
         if total is not None:
-            _add_fp8_product(total, d_columns, d_scale, x_columns.t(), x_scale)
+            _add_fp8_product(total, d_columns, d_scale, x_columns, x_scale)
         else:
             d_w = multiply(d_columns, d_scale, x_columns.t(), x_scale, torch.float32).to(weight_dtype)
         return d_x, d_w, d_bias, None, None, None, None
@@ -127,13 +130,14 @@ class Fp8Linear(WorkingLinear):
 
     def __init__(self, layer: nn.Linear, gathered: bool = False):
         super().__init__(layer)
-        self.working = GatheredWeight(self) if gathered else None
+        self.working = GatheredWeight(self) if gathered else CopiedWeight(layer.weight, hold=False)
         self.quantized: tuple[Tensor, Tensor, Tensor] | None = None  # [m, k], [k, m], the scale
         self.refresh()
 
     def refresh(self) -> None:
         self.is_quantized = False
-        if self.working is None:
+        self.working.refresh(self.training)
+        if isinstance(self.working, CopiedWeight):
             self.quantize_weight()
 
     @torch.no_grad()
@@ -160,7 +164,7 @@ class Fp8Linear(WorkingLinear):
         count = flat.shape[0]
         if count % MULTIPLE:
             flat = F.pad(flat, (0, 0, 0, -count % MULTIPLE))
-        total = self.working.grad_buffer() if self.working is not None else None
+        total = self.working.grad_buffer()
         with torch.autocast(x.device.type, enabled=False):
             if torch.is_grad_enabled():
                 y = _LinearFp8Function.apply(flat, self.weight, bias, rows, columns, scale, total)
