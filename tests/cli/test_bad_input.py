@@ -36,7 +36,7 @@ def test_each_command_ends_with_the_exit_code_of_a_user_error(ingot: Ingot, comm
     ("override", "words"),
     [
         ("model.d_modle=3", "unknown key model.d_modle; did you mean model.d_model?"),
-        ("seed=many", "seed = 'many': input should be a valid integer"),
+        ("seed=many", "seed = 'many': must be a whole number"),
         ("model.n_heads=5", "5 heads do not divide d_model 32"),
         ("device_train_microbatch_size=3", "does not divide global_train_batch_size 8"),
         ("max_duration=12", "12 has no unit"),

@@ -43,8 +43,8 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("config kyes", "ingot config has no command 'kyes'; did you mean `ingot config keys`?"),
         ("config zzz", "ingot config has no command 'zzz'; see `ingot config -h`"),
         ("train", "ingot train: missing argument"),
-        ("generate run --top-p 3 --prompt x", "top_p = 3.0: input should be less than or equal to 1"),
-        ("train demo --nproc x", "invalid value for '--nproc'"),
+        ("generate run --top-p 3 --prompt x", "top_p = 3.0: must be at most 1"),
+        ("train demo --nproc x", "invalid value for '--nproc' / '-n': it must be a whole number; see `ingot train -h`"),
     ],
 )
 def test_a_mistyped_command_line_is_one_sentence_with_the_right_spelling(

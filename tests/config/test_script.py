@@ -237,8 +237,9 @@ def test_a_value_that_changes_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_options_reach_every_command_and_a_refusal_prints_no_recipe(
-    tmp_path: Path, ingot_here: Callable[..., Any]
+    data: Path, tmp_path: Path, ingot_here: Callable[..., Any]
 ) -> None:
+    (tmp_path / "d").symlink_to(data / "train")
     script = write(tmp_path, [ARRAY, f"{USE} --seed $SEED", f"{USE} --seed 2"])
     options = ["--set", "SEED=7", "--pick", "3"]
     assert "seed: 7" in ingot_here("config", "convert", script, *options).stdout

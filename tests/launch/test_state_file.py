@@ -72,7 +72,9 @@ def test_damaged_or_foreign_content_is_one_sentence_that_names_the_line(
     folder.mkdir(parents=True, exist_ok=True)
     damaged = (path.read_bytes() if before else b"") + content
     path.write_bytes(damaged)
-    with pytest.raises(StateError, match=f"line {before + 1} is not a record.*move it away with `mv .*launch the run again") as refused:
+    with pytest.raises(
+        StateError, match=f"line {before + 1} is not a record.*move it away with `mv .*launch the run again"
+    ) as refused:
         StateFile(folder)
     assert path.read_bytes() == damaged and "\n" not in str(refused.value)
 

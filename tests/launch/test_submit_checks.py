@@ -33,6 +33,7 @@ DRY = ["launch", "slurm", "--profile", "cpu", "-N", "2", "--dry-run"]
         ("1-2:30", 95400),
         ("2-00:00:05", 172805),
         ("0", 0),
+        ("UNLIMITED", 0),
     ],
 )
 def test_a_time_limit_means_what_slurm_means_by_it(text: str, seconds: int) -> None:

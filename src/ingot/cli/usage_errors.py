@@ -1,6 +1,7 @@
 """Wrong options and arguments as one sentence each, with what to write instead."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ def usage_sentence(error: Any, arguments: Sequence[str]) -> str:
 
 
 def _in_words(message: str, path: str) -> str:
+    message = re.sub("Input should be a valid integer.*", "it must be a whole number", message)
+    message = re.sub("Input should be a valid number.*", "it must be a number", message)
     return f"{path}: {message[0].lower()}{message[1:].rstrip('.')}; see `{path} -h`"
 
 

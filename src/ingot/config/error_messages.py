@@ -19,6 +19,11 @@ EXPECTED = {
 }  # fmt: skip
 
 
+BOUNDS = {
+    "greater_than_equal": ("at least", "ge"), "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"), "less_than": ("less than", "lt"),
+}  # fmt: skip
+
 MOST_PROBLEMS = 20  # shown at once
 
 
@@ -78,6 +83,11 @@ def _sentence(error: Any, schema: type[BaseModel], origins: Origins) -> str:
         words = [word.strip("'") for word in re.findall(r"'[\w-]+'|true|false", context["expected"])]
         likely = difflib.get_close_matches(str(error["input"]).lower(), words, 1)
         message += f"; did you mean {likely[0]}?" if likely else ""
+    if error["type"] in BOUNDS:
+        word, bound = BOUNDS[error["type"]]
+        message = f"must be {word} {context[bound]}"
+    elif expected := EXPECTED.get(error["type"], ""):
+        message = f"must be {expected}"
     if error["type"] == "impossible":
         return f"{where}{key}: {message}"
     return f"{where}{key} = {error['input']!r}: {message[0].lower() + message[1:]}"

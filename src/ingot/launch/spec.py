@@ -89,15 +89,54 @@ def _read_pairs(values: Any) -> Any:
     return dict(pair.split("=", 1) for pair in values)
 
 
+def _matching(pattern: str, expected: str, most: int = 1000) -> AfterValidator:
+    """Text of a given form. expected: the form in words"""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value) or len(value) > most:
+            raise ValueError(f"must be {expected}, of at most {most} characters" if len(value) > most else
+                             f"must be {expected}")  # fmt: skip
+        return value
+
+    return AfterValidator(check)
+
+
 Plain = Annotated[str, AfterValidator(_plain)]
 AbsolutePath = Annotated[str, AfterValidator(_path)]
 Variable = Annotated[str, AfterValidator(_variable)]
 SlurmOptions = Annotated[list[str], AfterValidator(_slurm_options)]
-Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9_.+@=/-]*:/[A-Za-z0-9_.+@=/-]*(:(ro|rw))?$", max_length=1000)]
-Claim = Annotated[
-    str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[A-Za-z0-9_.+@=/-]+(:(ro|rw))?$", max_length=1000)
+PATH = r"/[A-Za-z0-9_.+@=/-]"
+PATHS = "of letters, digits and _ . + @ = / -"
+Mount = Annotated[
+    str, _matching(rf"{PATH}*:{PATH}*(:(ro|rw))?", f"SOURCE:TARGET or SOURCE:TARGET:ro, two absolute paths {PATHS}")
 ]
-Label = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=63)]
+Claim = Annotated[
+    str,
+    _matching(rf"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:{PATH}+(:(ro|rw))?",
+              f"CLAIM:TARGET or CLAIM:TARGET:ro, the name of a volume claim and an absolute path {PATHS}"),
+]  # fmt: skip
+Label = Annotated[
+    str,
+    _matching("[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+              "a name of Kubernetes: lower-case letters, digits, . and -, with a letter or digit at both ends", 63),
+]  # fmt: skip
+Name = Annotated[
+    str, _matching("[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits and _ . -, beginning with a letter or digit", 63)
+]
+Namespace = Annotated[
+    str,
+    _matching("[a-z0-9]([a-z0-9-]*[a-z0-9])?",
+              "a namespace of Kubernetes: lower-case letters, digits and -, with a letter or digit at both ends", 63),
+]  # fmt: skip
+Features = Annotated[
+    str, _matching(r"[A-Za-z0-9_.&|\[\]*,-]+", "node features of Slurm: letters, digits and _ . & | [ ] * , -")
+]
+TimeLimit = Annotated[
+    str,
+    _matching("(?i:unlimited|infinite)|([0-9]{1,5}-)?[0-9]{1,7}(:[0-9]{1,2}){0,2}",
+              "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES[:SECONDS] or UNLIMITED, "
+              "as Slurm reads it; one hour is 1:00:00", 30),
+]  # fmt: skip
 
 
 def _flags(*flags: str) -> dict[str, Any]:
@@ -107,7 +146,7 @@ def _flags(*flags: str) -> dict[str, Any]:
 class LaunchSpec(Section):
     """A run and where it executes."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=63)]
+    name: Name
     """Name of the job. Default: the run's name."""
     verb: Literal["train", "prepare"] = "train"
     """What each process does."""
@@ -147,19 +186,15 @@ class LaunchSpec(Section):
     """Name of a variable to pass on, whose value is never written to disk; repeatable."""
     python: AbsolutePath | None = None
     """The interpreter on the nodes. Default: this one, or the image's python3."""
-    time: Annotated[str, Field(pattern=r"^([0-9]{1,3}-)?[0-9]{1,3}(:[0-9]{2}){0,2}$")] = Field(
-        "24:00:00", json_schema_extra=_flags("--time", "-t")
-    )
-    """Time limit of one job: days-hours:minutes:seconds."""
+    time: TimeLimit = Field("24:00:00", json_schema_extra=_flags("--time", "-t"))
+    """Time limit of one job, as Slurm reads it: 90 is in minutes, 1:00:00 an hour, 2-12 two days and 12 hours."""
     partition: Plain | None = Field(None, json_schema_extra=_flags("--partition", "-p"))
     """Slurm partition."""
     account: Plain | None = Field(None, json_schema_extra=_flags("--account", "-A"))
     """Slurm account."""
     qos: Plain | None = None
     """Slurm quality of service."""
-    constraint: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.&|\[\]*,-]+$", max_length=1000)] | None = Field(
-        None, json_schema_extra=_flags("--constraint", "-C")
-    )
+    constraint: Features | None = Field(None, json_schema_extra=_flags("--constraint", "-C"))
     """Slurm node features."""
     exclude: list[Plain] = Field(default_factory=list, json_schema_extra=_flags("--exclude", "-x"))
     """Nodes not to use."""
@@ -181,7 +216,7 @@ class LaunchSpec(Section):
     """Check the nodes before each attempt."""
     signal_seconds: int = Field(180, ge=10, le=65_535)
     """Seconds to save and stop before the job is killed. Default: as measured in this run, else 180."""
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)] = "default"
+    namespace: Namespace = "default"
     """Kubernetes namespace."""
     claims: list[Claim] = Field(default_factory=list)
     """Kubernetes volumes that all pods mount: CLAIM:TARGET[:ro]."""

@@ -138,6 +138,8 @@ def _is_exported(path: Path, mount: Path) -> bool:
 def seconds_of(limit: str) -> int:
     """Slurm's MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]; 0 means that there is
     no limit."""
+    if limit.lower() in ("unlimited", "infinite"):
+        return 0
     days, dash, rest = limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
