@@ -17,6 +17,7 @@ from state_records import StateRecords
 
 from ingot.launch.agent.attempt import pause
 from ingot.launch.build_spec import strikes
+from ingot.launch.local import state as local_state
 from ingot.launch.local.state import LocalState
 from ingot.launch.monitor.status import Status, read_status
 from ingot.launch.protocol import LaunchFolder
@@ -141,6 +142,27 @@ def test_a_disk_that_takes_no_records_does_not_end_the_run(
     (line,) = capfd.readouterr().err.splitlines()  # said once
     assert line.startswith(f"warning: {tmp_path}/launch/state.jsonl cannot be written: its disk is full or read-only; ")
     assert len(state.records) == 5 and not (tmp_path / "launch").exists()
+
+
+def test_a_disk_that_does_not_answer_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that waits for it sees neither a hang nor a signal."""
+    answers, flush = threading.Event(), StateFile.flush
+    monkeypatch.setattr(StateFile, "flush", lambda self: answers.wait() and flush(self))
+    monkeypatch.setattr(local_state, "DISK_SECONDS", 0.05)
+    monkeypatch.setattr(local_state, "STUCK_SECONDS", 0.05)
+    state = LocalState(tmp_path)
+    state.begin("ingot train", 0)
+    state.open(1, 0, 0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "its disk does not answer; the run goes on" in line and not (tmp_path / "launch").exists()
+    monkeypatch.setattr(local_state, "DISK_SECONDS", 60.0)
+    monkeypatch.setattr(local_state, "STUCK_SECONDS", 60.0)
+    answers.set()
+    state.act(state.close(KILLED, 0))
+    state.end()
+    assert read_state(tmp_path / "launch" / "state.jsonl") == state.records and len(state.records) == 5
 
 
 def test_a_launcher_that_another_one_has_followed_leaves_the_file_alone(
