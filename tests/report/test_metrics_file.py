@@ -1,5 +1,6 @@
 """metrics.jsonl on a disk that is full."""
 
+import json
 import resource
 import sys
 import threading
@@ -30,6 +31,27 @@ def test_rows_that_cannot_be_written_are_kept_and_written_whole_when_there_is_ro
     assert "cannot write" in warnings[0] and "the run continues" in warnings[0]
     metrics.row({"time/batch": 20}, 20)
     metrics.end()
+    assert [row["time/batch"] for row in read_rows(tmp_path)] == list(range(21))
+
+
+def test_rows_that_wait_for_room_survive_the_process_in_a_copy_of_its_state(tmp_path: Path) -> None:
+    """A restart that continues from host memory does not run those steps again."""
+    metrics = MetricsFile(str(tmp_path))
+    metrics.begin(0, 100, None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        for batch in range(20):
+            metrics.row({"time/batch": batch}, batch)
+        state = json.loads(json.dumps(metrics.state()))
+        metrics.row({"time/batch": 20}, 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    following = MetricsFile(str(tmp_path))
+    following.begin(20, 100, state)
+    assert list(following.state()) == ["metrics_bytes"]
+    following.row({"time/batch": 20}, 20)
+    following.end()
     assert [row["time/batch"] for row in read_rows(tmp_path)] == list(range(21))
 
 

@@ -14,6 +14,7 @@ from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import METRICS
 
 MAX_UNWRITTEN_BYTES = 4 << 20  # of rows that wait for room: about a thousand
+MAX_STATE_BYTES = 128 << 10  # of them in a copy of the state, whose record has room for a megabyte
 
 
 class MetricsFile(RunListener):
@@ -34,9 +35,10 @@ class MetricsFile(RunListener):
 
     def rewind(self, batch: int, state: dict[str, Any] | None) -> None:
         assert self.file is not None
-        self._unwritten = b""
         self.file.truncate(min(int((state or {}).get("metrics_bytes", 0)), self.path.stat().st_size))
         self.file.seek(0, os.SEEK_END)
+        self._unwritten = str((state or {}).get("metrics_unwritten", "")).encode()
+        self._write()
 
     def row(self, row: Row, batch: int) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in row.items()}
@@ -59,7 +61,9 @@ class MetricsFile(RunListener):
     def state(self) -> dict[str, Any]:
         assert self.file is not None
         os.fsync(self.file.fileno())
-        return {"metrics_bytes": self.file.tell()}
+        lines = self._unwritten[:MAX_STATE_BYTES]
+        waiting = lines[: lines.rfind(b"\n") + 1].decode()  # a copy in host memory survives this process, and its rows
+        return {"metrics_bytes": self.file.tell()} | ({"metrics_unwritten": waiting} if waiting else {})
 
     def end(self) -> None:
         if self.file is not None:
