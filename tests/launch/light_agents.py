@@ -237,7 +237,7 @@ class LightCluster:
         return self.names
 
     async def stage(self) -> dict[str, str]:
-        return self.staging
+        return {node: why for node, why in self.staging.items() if node in self.names}
 
     @property
     def started_anything(self) -> bool:

@@ -248,7 +248,8 @@ class _Judgment:
         if (replaced := history.replacements_within_a_day(self.time)) >= allowed:
             if not hard:
                 return self._restart(group)
-            return self.halt(f"{count_of(replaced, 'replacement')} of nodes within a day have not helped")
+            helped = f"{count_of(replaced, 'replacement')} of nodes within a day have not helped"
+            return self.halt(f"{helped}; the last failure: {group[-1].cause.message}")
         out = tuple(node for node in hard or soft if node in history.usable_nodes())
         if not out:  # they are left out already, or have never been used
             return self._restart(group)

@@ -40,6 +40,7 @@ from ingot.launch.supervisor.records import (
     Cause,
     Closed,
     Excluded,
+    Kind,
     Launched,
     Opened,
     Phase,
@@ -200,12 +201,12 @@ class Supervisor:
         if bad and len(bad) == len(nodes) and all(node in failed for node in spares) and len(nodes) + len(spares) > 1:
             return Cause("user", f"{where} on any node: {failed[bad[0]]}")
         self.staged = True
-        for node in failed:
-            if node not in bad:
-                await self._add(Excluded(time=now(), node=node, reason=f"{where}: {failed[node]}"))
+        for node in [node for node in failed if node not in bad]:
+            await self._add(Excluded(time=now(), node=node, reason=f"{where}: {failed[node]}"))
         if not bad:
             return None
-        return Cause("machine", f"{bad[0]}: {where}: {failed[bad[0]]}", bad[0], is_local=True, bad_nodes=tuple(bad[1:]))
+        kind: Kind = "machine" if len(nodes) + len(spares) > 1 else "site"  # one vote decides nothing
+        return Cause(kind, f"{bad[0]}: {where}: {failed[bad[0]]}", bad[0], is_local=True, bad_nodes=tuple(bad[1:]))
 
     async def _close(self, opened: Opened, cause: Cause, attempt: AttemptRun | None = None) -> Verdict:
         """Write down how an attempt ended, and judge it."""
