@@ -11,7 +11,7 @@ from specs import put_on_path, spec
 from test_supervise import Job, once
 from waiting import until
 
-from ingot.launch.messages import ADDRESS_VARIABLE, Signalled
+from ingot.launch.messages import ADDRESS_VARIABLE, Collect, Signalled
 from ingot.launch.slurm.allocation import SlurmCluster
 from ingot.launch.supervisor import judge
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
@@ -115,6 +115,38 @@ def test_a_node_that_dies_is_named_and_not_those_that_srun_ends_with_it(tmp_path
 
     assert job.launch().start(end) == 0
     assert job.causes == [("lost", "n2"), ("finished", "")] and job.nodes[1] == ("n1", "n3")
+
+
+def test_a_supervisor_that_is_cut_off_blames_nobody_for_a_hang_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O2: its srun would end a step of its successor when the network is back. The other connection is still open."""
+    job = Job(tmp_path / "run", spares=0)
+    monkeypatch.setattr(judge, "SITE_FIRST_SECONDS", 0.3)
+    job.cluster.host = "n1"
+    job.cluster.of("n1").fault = lambda agent, body: agent.wait() if body.epoch == 1 else None
+    job.cluster.of("n2").fault, job.cluster.of("n2").silent_from = sleep, Collect
+    started: list[list[str]] = []
+    plain = job.cluster.start_agents
+
+    async def start_agents(nodes: Any, env: Any) -> None:
+        started.append([*nodes, "answers" if job.cluster.answers else "silent"])
+        await plain(nodes, env)
+
+    job.cluster.start_agents = start_agents  # type: ignore[method-assign]
+
+    async def cut(job: Job) -> None:
+        await reached(job, "starting")
+        job.cluster.answers = False
+        await until(lambda: job.causes)
+        job.cluster.agents["n2"].die()
+        await until(lambda: len(job.causes) > 1)
+        job.cluster.behaviors.clear()
+        job.cluster.answers = True
+
+    assert job.launch().start(cut, seconds=60) == 0
+    assert set(job.causes) == {("site", ""), ("finished", "")} and not job.excluded
+    assert ["n2", "silent"] not in started and started[-1] == ["n2", "answers"]
 
 
 def test_the_loss_of_a_spare_is_a_cause_of_its_own() -> None:

@@ -33,6 +33,12 @@ class Watched(StateRecords, Launched):
     def log(self) -> str:
         return "".join(path.read_text() for path in (self.folder / "launch").glob("slurm-*.out"))
 
+    def second_start(self) -> int:
+        """The number of its first record; all of them, if the job has not started again."""
+        records = self.records
+        starts = [number for number, record in enumerate(records) if isinstance(record, Started)]
+        return starts[1] if len(starts) > 1 else len(records)
+
     def end(self, state: str = "COMPLETED", seconds: float = 240) -> None:
         self.wait(lambda: set(self.states()) <= {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT"}, seconds)
         assert self.states() == [state], (self.states(), self.output())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, cluster
-from runs import assert_as_if_nothing_happened
+from runs import ARGUMENTS, assert_as_if_nothing_happened
 from test_slurm import whole
 from test_slurm_faults import ALL, Watched, usual
 
@@ -154,9 +154,39 @@ class TestLimits:
         assert len(run.of(Started)) == 2 and not run.of(Excluded) and judge.strikes(run.records) == {}
         assert_as_if_nothing_happened(run.folder, whole)
 
+    def test_a_stop_signal_before_there_is_a_supervisor_ends_the_job(
+        self, cluster: Cluster, data: Path, tmp_path: Path
+    ) -> None:
+        """S2: in the first second, whatever of the script runs by then."""
+        run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
+        run.wait(lambda: "RUNNING" in run.states())
+        cluster.ask("scancel", "--batch", "--signal=USR2", run.job)
+        run.end("FAILED")
+        assert len(run.of(Started)) <= 1 and not (run.folder / "metrics.jsonl").exists()
+        assert not run.of(Excluded) and judge.strikes(run.records) == {}
+
+    def test_a_job_in_special_exit_is_still_the_only_one_of_its_run(
+        self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+    ) -> None:
+        """C3."""
+        run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
+        run.wait_for_batch(6)
+        cluster.ask("scontrol", "requeuehold", "State=SpecialExit", run.job)
+        run.wait(lambda: run.states() == ["SPECIAL_EXIT"])
+        job = run.job
+        refused = run.ingot("launch", "slurm", *ARGUMENTS, *run.options, code=2)
+        assert "already has a job" in refused and job in refused and run.job == job
+        assert "state: held" in run.ingot("status", str(run.folder))
+        time.sleep(1)
+        cluster.ask("scontrol", "release", job)
+        run.wait(lambda: (run.folder / "FINISHED").exists(), 240)
+        run.wait_for_end()
+        assert_as_if_nothing_happened(run.folder, whole)
+
     def test_a_job_that_is_held_again_goes_on_when_it_is_released(
         self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
     ) -> None:
+        """C4."""
         run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
         run.wait_for_batch(6)
         cluster.ask("scontrol", "requeuehold", run.job)

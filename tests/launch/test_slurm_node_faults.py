@@ -16,6 +16,7 @@ from test_slurm import whole
 from test_slurm_faults import ALL, Watched, usual
 
 from ingot.launch.supervisor import judge
+from ingot.launch.supervisor.failure_log import read_failures
 from ingot.launch.supervisor.records import Closed, Excluded, Judged, Opened, Started, StopRequested
 from ingot.training.runtime.heartbeat import parse_beat
 
@@ -62,6 +63,47 @@ def test_a_node_that_lacks_the_working_directory_or_the_run_folder_is_replaced(
     assert run.causes[-1] == ("finished", "") and run.nodes == [("n1", "n2"), ("n1", "n3")]
     cause = run.of(Closed)[0].cause
     assert cause.node == "n2" and cause.kind in ("machine", "silent"), cause
+
+
+def test_a_node_that_dies_and_is_back_after_slurm_has_noticed_is_replaced(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """P2."""
+    run = Watched(cluster, data, tmp_path / "run", "--spares", "1", **ALL).submit()
+    run.wait_for_batch(8)
+    cluster.kill_node("n2")
+    run.wait(lambda: "down" in cluster.ask("sinfo", "-h", "-N", "-n", "n2", "-o", "%T"), 60)
+    cluster.start_node("n2")
+    run.end()
+    assert run.causes == [("lost", "n2"), ("finished", "")] and run.nodes == [("n1", "n2"), ("n1", "n3")]
+    assert run.excluded == ["n2"] and set(judge.strikes(run.records)) <= {"n2"}
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+@pytest.mark.parametrize(("node", "nodes"), [("n2", ("n1", "n3")), ("n1", ("n3", "n2"))])
+def test_an_nccl_error_of_the_node_itself_brings_the_spare(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path, node: str, nodes: tuple[str, ...]
+) -> None:
+    """G2. There is no NCCL here: its text is raised on that node. What its peer sees then is real, of gloo."""
+    text = "NCCL error in: ProcessGroupNCCL.cpp:2111, unhandled system error, NCCL version 2.21.5\nncclSystemError: System call"
+    run = Watched(cluster, data, tmp_path / "run", "--spares", "1", kind="message", text=text, node=node, batch=11,
+                  attempts="all")  # fmt: skip
+    run.submit().end()
+    assert run.causes == [("device", node), ("finished", "")] and run.nodes[1] == nodes
+    assert judge.strikes(run.records) == {node: 1} and run.excluded == [node]
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+def test_memory_that_runs_out_four_times_is_four_smaller_microbatches_and_no_fault(
+    cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    """M1: more often than attempts may fail. There is no device here: torch's error is raised on one node."""
+    sizes = ["global_train_batch_size=32", "max_duration=6ba", "device_train_microbatch_size=16"]
+    run = Watched(cluster, data, tmp_path / "run", *sizes, kind="memory", room=1, node="n2", batch=2, attempts="all")
+    run.submit().end()
+    assert run.causes == [("memory", "n2")] * 4 + [("finished", "")]
+    assert [closed.cause.fits for closed in run.of(Closed)] == [8, 4, 2, 1, None]
+    assert run.nodes == [("n1", "n2")] * 5 and not run.excluded and judge.strikes(run.records) == {}
 
 
 def test_a_node_with_a_full_disk_of_its_own_is_replaced(cluster: Cluster, data: Path, tmp_path: Path) -> None:
@@ -217,6 +259,24 @@ def test_a_batch_host_that_is_cut_off_for_a_minute_names_nobody_and_spares_its_s
     run.end(seconds=300)
     assert [kind for kind, _ in run.causes] in (["site", "finished"], ["supervisor", "finished"])
     assert run.nodes == [("n1", "n2"), ("n2", "n3")] and not run.of(Excluded)
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+def test_what_an_orphan_says_after_it_is_back_on_the_network_counts_against_nobody(
+    cluster: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    """O2: its ranks fail when their connections do, while its successor runs."""
+    run = Watched(cluster, data, tmp_path / "run", "hang_timeout=20", **(ALL | {"seconds": 1.5})).submit()
+    run.wait_for_batch(6)
+    link = ["ip", "link", "set", f"{cluster.bridge}.1"]
+    subprocess.run([*link, "down"], check=True, env=cluster.env)
+    run.wait(lambda: "running" in [r.phase for r in run.records[run.second_start() :] if hasattr(r, "phase")], 200)
+    subprocess.run([*link, "up"], check=True, env=cluster.env)
+    run.end(seconds=300)
+    first, *others = run.of(Closed)
+    assert len(others) == 1 and others[0].cause.kind == "finished" and first.cause.node in ("", "n1"), run.causes
+    assert not set(run.excluded) & {"n2", "n3"} and not set(judge.strikes(run.records)) & {"n2", "n3"}
+    assert all(failure["host"] in ("", "n1") for failure in read_failures(run.folder))
     assert_as_if_nothing_happened(run.folder, whole)
 
 

@@ -87,7 +87,7 @@ class Job(StateRecords):
         before = self.cluster
         self.cluster = LightCluster([n for n in (*NODES, "n4", "n5") if n not in out][: len(before.names)],
                                     str(self.folder), before.restart + 1)  # fmt: skip
-        self.cluster.behaviors = before.behaviors
+        self.cluster.behaviors, self.cluster.staging = before.behaviors, before.staging
         return self.start()
 
     def phases(self) -> list[str]:
@@ -223,6 +223,7 @@ def test_a_silent_controller_is_the_sites_and_is_waited_for(job: Job, monkeypatc
         await until(lambda: len(job.of(Closed)) == 2)
         for node in NODES:
             job.cluster.of(node).never_starts = ""
+        job.cluster.answers = True
 
     assert job.launch().start(repair) == 0
     assert job.causes[0] == ("site", "") and job.actions[:2] == ["wait", "wait"] and not job.of(Excluded)
@@ -721,6 +722,18 @@ def test_staging_that_fails_on_a_node_leaves_it_out(tmp_path: Path) -> None:
     job.spec = job.spec.model_copy(update={"image": "/images/a.sqsh", "stage": "/proc/nowhere"})
     job.cluster.staging = {"n2": "No space left"}
     assert job.launch().start() == 0 and job.causes[0] == ("machine", "n2") and job.nodes[1] == ("n1", "n3")
+
+
+def test_staging_that_fails_on_the_only_node_strikes_nobody_and_ends_with_its_reason(tmp_path: Path) -> None:
+    """Whether it would fail on every node, nobody can know: a few are tried."""
+    job = Job(tmp_path / "run", nodes=1, spares=0)
+    job.spec = job.spec.model_copy(update={"image": "/images/a.sqsh", "stage": "/proc/nowhere"})
+    job.cluster.staging = dict.fromkeys(NODES, "Permission denied")
+    job.launch().start()
+    for _ in range(2):
+        job.again()
+    assert job.causes == [("site", "n1"), ("site", "n2"), ("site", "n3")] and judge.strikes(job.records) == {}
+    assert job.actions == ["requeue", "requeue", "halt"] and "cannot copy" in job.of(Judged)[-1].reason
 
 
 def test_memory_errors_are_steps_of_the_config(job: Job) -> None:

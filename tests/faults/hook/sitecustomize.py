@@ -34,6 +34,16 @@ def strike(trainer, fault, batch) -> None:  # type: ignore[no-untyped-def]
         raise RuntimeError("a bug that strikes here")
     elif kind == "device":  # the lowest seam that is ours: what torch raises
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    elif kind == "message":  # what a library raises that is not there, such as NCCL
+        raise RuntimeError(fault["text"])
+    elif kind == "memory" and trainer.executor.microbatch > fault["room"]:  # of a device that is not there
+
+        def run_out(batch, loss_scale=None):  # type: ignore[no-untyped-def]
+            import torch
+
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        trainer.executor.accumulate = run_out
     elif kind == "agent":
         os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(60)

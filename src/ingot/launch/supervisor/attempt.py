@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
-
 from ingot.errors import EXIT_CONTINUE
 from ingot.launch.messages import (
     Collect,
@@ -34,12 +32,11 @@ from ingot.launch.messages import (
 from ingot.launch.peer_copies.arrange import CopyArrangement
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.cluster import AgentEnded, Cluster, LostNode, Times, own_network
-from ingot.launch.supervisor.diagnose import PaceWatch, diagnose
+from ingot.launch.supervisor.diagnose import PaceWatch, diagnose, with_ranks_left
 from ingot.launch.supervisor.node_tests import NodeTests, SpareWatch, cause_of_problems
 from ingot.launch.supervisor.progress import StopFlag
 from ingot.launch.supervisor.records import Cause, Kind, Opened, Phase
 from ingot.launch.supervisor.server import AgentEvent, AgentServer
-from ingot.plurals import count_of
 
 T = TypeVar("T")
 AGENT_GONE, RESTARTED = "its agent has gone", "the node was restarted"
@@ -129,6 +126,10 @@ class AttemptRun:
         if any(node in self.nodes for node in absent):
             self._enter("hello")
         self._drain_events()
+        if absent and not await self.cluster.is_answering():  # srun would wait, or end what a successor has started
+            if any(node in self.nodes for node in absent):
+                return Cause("site", "the cluster's controller does not answer")
+            absent = []
         if absent:
             await self._unless_stopped(self.cluster.start_agents(absent, env))
             await self._unless_stopped(self._wait_for_agents(everybody))
@@ -331,7 +332,8 @@ class AttemptRun:
                 if node not in self.server.links and isinstance(answer, Failed):
                     gone.setdefault(node, AGENT_GONE)
             gone = self._first_of(gone)
-            if gone and (alone := await own_network(self.cluster, evidence, gone)) is not None:
+            quiet = gone or [node for node in self.nodes if node not in evidence]
+            if quiet and (alone := await own_network(self.cluster, evidence, quiet)) is not None:
                 return alone
             cause = diagnose(self.nodes, evidence, gone, await self._cut_off(gone), what if is_hang else "")
             if self.stop.reason is not None and ENDED_BY_SIGNAL.search(cause.message):
@@ -378,16 +380,7 @@ class AttemptRun:
             self.ended_epoch = self.opened.epoch
         left = {node: len(answer.left) for node, answer in answers.items()
                 if isinstance(answer, RanksKilled) and answer.left}  # fmt: skip
-        if not left or cause.kind in ("finished", "stopped", "site"):
-            return cause
-        node = cause.node if cause.node in left else next(iter(left))
-        ranks = count_of(left[node], "rank")
-        why = "a device or file system does not answer (state D)"
-        message = f"{cause.message}; {ranks} on {node} cannot be ended: {why}"
-        if cause.node in ("", node):
-            return msgspec.structs.replace(cause, message=message, node=node, is_local=True, suspects=(),
-                                           bad_nodes=tuple(n for n in left if n != node))  # fmt: skip
-        return msgspec.structs.replace(cause, message=message, bad_nodes=tuple({*cause.bad_nodes, *left}))
+        return with_ranks_left(cause, left)
 
     def _drain_events(self) -> None:
         """Reports of an earlier attempt do not concern this one; broken connections show in `links`."""

@@ -88,6 +88,19 @@ def is_consequence(rank: RankEvidence) -> bool:
     return (not text and rank.exit_code == KILLED_BY_PEER) or any(part in text for part in LOST_PEER)
 
 
+def with_ranks_left(cause: Cause, left: Mapping[str, int]) -> Cause:
+    """The cause, with what the ranks show that not even SIGKILL has ended, by node and number."""
+    if not left or cause.kind in ("finished", "stopped", "site"):
+        return cause
+    node = cause.node if cause.node in left else next(iter(left))
+    why = "a device or file system does not answer (state D)"
+    message = f"{cause.message}; {count_of(left[node], 'rank')} on {node} cannot be ended: {why}"
+    if cause.node in ("", node):
+        return msgspec.structs.replace(cause, message=message, node=node, is_local=True, suspects=(),
+                                       bad_nodes=tuple(n for n in left if n != node))  # fmt: skip
+    return msgspec.structs.replace(cause, message=message, bad_nodes=tuple({*cause.bad_nodes, *left}))
+
+
 def diagnose_unfinished(history: History, down: Mapping[str, str], back: Mapping[str, str]) -> Cause:
     """The cause of the end of an attempt that its supervisor has left open.
 
