@@ -333,6 +333,32 @@ def test_without_a_common_copy_nothing_is_fetched(agents: dict[str, CopiesHeld])
     assert plan_restores(["n1", "n3"], agents, 4) == []
 
 
+def test_the_copy_of_a_node_alone_is_on_the_spare_that_takes_its_place_or_on_another() -> None:
+    agents = {"n2": held(-1, (), 0, (A, B))}
+    assert [(plan.copy, plan.fetches[0].sources) for plan in plan_restores(["n2"], agents, 4)] == [
+        (B, ("n2",)), (A, ("n2",)),
+    ]  # fmt: skip
+    agents["n3"] = held(-1)
+    assert [plan.fetches[0].sources for plan in plan_restores(["n3"], agents, 8)] == [("n2",)]
+    agents["n1"] = held(0, (B, C))  # its devices have failed, and its agent still answers
+    assert [plan.copy for plan in plan_restores(["n3"], agents, 10)] == [C]
+    assert plan_restores(["n1"], agents, 4) == [], "it knows itself what its ranks have used"
+    assert plan_restores(["n3"], {"n3": held(-1)}, 4) == []
+
+
+def test_a_copy_that_the_ranks_have_used_or_discarded_is_taken_back(nodes: tuple[Node, Node]) -> None:
+    one, two = nodes
+    two.send_to(one.address)
+    write_all(two.own, 5)
+    wait_until(one.store.held)
+    for memory in two.own.memories:
+        memory.forget_all()
+    wait_until(lambda: not one.store.held())
+    write_all(two.own, 3, "b")
+    wait_until(lambda: one.store.held() == [(3, "b")])
+    assert two.problems == []
+
+
 def test_two_lost_nodes_need_both_keepers() -> None:
     nodes = ["n1", "s1", "n3", "s2"]  # n2 and n4 keep each other's
     agents = {"n1": held(0, (B,), 2, (B,)), "n3": held(2, (B,), 0, (B,)), "s1": held(-1), "s2": held(-1)}

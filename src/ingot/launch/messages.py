@@ -140,6 +140,12 @@ class FetchCopies(_Message, frozen=True, tag="fetch-copies"):
     address: str
 
 
+class KeepCopies(_Message, frozen=True, tag="keep-copies"):
+    """Keep copies of the ranks of the node of this rank: asked of a spare, if there is no other node."""
+
+    node_rank: int
+
+
 class RunRanks(_Message, frozen=True, tag="run-ranks"):
     """Start this node's ranks; answered when they are started."""
 
@@ -201,8 +207,8 @@ class Failed(_Message, frozen=True, tag="failed"):
     kind: str = "machine"
 
 
-Body = (CheckNode | StartProbe | AllReduce | EndProbe | ReservePort | ReportCopies | FetchCopies | RunRanks | StopRanks
-        | Collect | KillRanks | Leave)  # fmt: skip
+Body = (CheckNode | StartProbe | AllReduce | EndProbe | ReservePort | ReportCopies | FetchCopies | KeepCopies | RunRanks
+        | StopRanks | Collect | KillRanks | Leave)  # fmt: skip
 AnswerBody = NodeChecked | ProbeReady | Reduced | PortReserved | CopiesHeld | Collected | RanksKilled | Done | Failed
 
 

@@ -61,7 +61,7 @@ Environment variables (those that ranks read are named where they are read, in `
 | INGOT_ENDED_EPOCH | agent | ranks | an earlier attempt whose rank 0 has ended for certain |
 | INGOT_AGENT_FILE | agent | ranks | when the agent was last alive |
 | INGOT_COPY_FDS | agent, `ingot train` | ranks | memory that keeps copies of the state over restarts |
-| INGOT_PEER_COPY_BYTES | agent | ranks | it keeps another node's copies, too; how many bytes so far |
+| INGOT_PEER_COPY_BYTES | agent | ranks | another node keeps copies; how many bytes of others this one keeps |
 | INGOT_STORE_FD | agent | rank 0 | a socket that already listens |
 | INGOT_FAILURE_FILE | agent | ranks | where to write why it failed |
 | INGOT_HEARTBEAT_FILE, INGOT_STACKS_FILE | agent | ranks | heartbeat; stacks on SIGUSR1 |

@@ -12,7 +12,7 @@ ATTEMPT = "INGOT_ATTEMPT"  # of our own launcher, in the environment of the proc
 ENDED_EPOCH = "INGOT_ENDED_EPOCH"  # of an earlier attempt whose first ranks have ended, as their agent has confirmed
 EPOCH = "INGOT_EPOCH"  # of the attempt: higher than that of any earlier attempt of the run
 COPY_FDS = "INGOT_COPY_FDS"  # descriptors of the memory that keeps copies of the state, one for each local rank
-PEER_COPY_BYTES = "INGOT_PEER_COPY_BYTES"  # set if the agent keeps copies of another node too: how many bytes so far
+PEER_COPY_BYTES = "INGOT_PEER_COPY_BYTES"  # set if another node keeps copies: bytes of other nodes' that this one keeps
 STORE_FD = "INGOT_STORE_FD"  # rank 0 of our own launcher: the descriptor of a socket that already listens
 
 

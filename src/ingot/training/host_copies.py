@@ -60,7 +60,7 @@ class HostCopies:
         self._decided = not self._seconds and not self.every
         self.memory = None if self._decided else find_memory(os.environ, env.local_rank)
         self._for_peer = False
-        """Whether every node has room for another node's copies, too."""
+        """Whether another node keeps each copy as well: every node has room for another's, or a spare keeps them."""
         self._owner = f"{Path(config.run_folder).resolve()} {executor.layout} rank {env.rank} of {env.world}"
         self._life = ""
         self._snapshots: dict[int, Snapshot] = {}
@@ -93,10 +93,13 @@ class HostCopies:
         if has_memory and needed <= room:
             self._life = self.executor.coordinator.broadcast(lambda: uuid.uuid4().hex.encode()).decode()
             has_peer = all(row[4] for row in rows)
-            self._for_peer = has_peer and 2 * needed <= room
-            size_text = format_bytes(int(needed))
-            what = f"every {count_of(self.every, 'batch', 'es')}, {size_text} on each node"
-            if self._for_peer:
+            env, size_text = self.executor.rank_env, format_bytes(int(needed))
+            is_alone = env.world == env.local_world
+            self._for_peer = has_peer and (is_alone or 2 * needed <= room)
+            what = f"every {count_of(self.every, 'batch', 'es')}, {size_text} on {'this' if is_alone else 'each'} node"
+            if is_alone:
+                what += " and on a spare" if has_peer else ", on no other (there is neither another node nor a spare)"
+            elif self._for_peer:
                 what += f" and {size_text} for those of another node"
             self.listener.note(f"copies in host memory: {what}; a restart within the job continues from them")
             if has_peer and not self._for_peer:

@@ -41,6 +41,7 @@ from ingot.launch.messages import (
     Failed,
     FetchCopies,
     Hello,
+    KeepCopies,
     KillRanks,
     Leave,
     NodeChecked,
@@ -181,6 +182,8 @@ class ClusterAgent:
                 return await asyncio.to_thread(self._own_copies().report)
             case FetchCopies():
                 await asyncio.to_thread(self._own_copies().fetch, body)
+            case KeepCopies(node_rank=node_rank):
+                await asyncio.to_thread(self._own_copies().keep, node_rank)
             case RunRanks():
                 await self._run_ranks(body)
             case StopRanks(epoch=epoch):

@@ -1,15 +1,16 @@
 """The supervisor's part: which node keeps whose copies, and who fetches what before the ranks start.
 
-Node i's copies are also on node (i + N/2) mod N, so that a rack or a switch rarely takes both. An agent that is new to
-its place, since its node is a spare or was restarted, fetches the copies of its ranks. An agent that has run these
-ranks before decides by itself: what it no longer has, its ranks have used or discarded, and nobody brings it back.
+Node i's copies are also on node (i + N/2) mod N, so that a rack or a switch rarely takes both; those of a node alone
+are on the spare that would take its place. An agent that is new to its place, since its node is a spare or was
+restarted, fetches the copies of its ranks. An agent that has run these ranks before decides by itself: what it no
+longer has, its ranks have used or discarded, and nobody brings it back.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ingot.launch.messages import CopiesHeld, Done, Failed, FetchCopies, ReportCopies
+from ingot.launch.messages import CopiesHeld, Done, Failed, FetchCopies, KeepCopies, ReportCopies
 from ingot.launch.supervisor.cluster import say
 from ingot.launch.supervisor.server import AgentServer
 from ingot.plurals import count_of
@@ -50,9 +51,10 @@ def plan_restores(nodes: Sequence[str], held: Mapping[str, CopiesHeld], newest_o
     """
     stayed = {rank: held[node] for rank, node in enumerate(nodes) if node in held and held[node].node_rank == rank}
     new = [rank for rank in range(len(nodes)) if rank not in stayed]
-    if not new or not stayed or any(nodes[rank] not in held for rank in new):
+    if not new or not (stayed or len(nodes) == 1) or any(nodes[rank] not in held for rank in new):
         return []
-    common = set.intersection(*(set(found.own) for found in stayed.values()))
+    kept = {copy for found in held.values() for copy in (*found.own, *found.guests)}
+    common = set.intersection(kept, *(set(found.own) for found in stayed.values()))
     plans = []
     for copy in sorted((copy for copy in common if copy[0] > newest_on_disk), reverse=True):
         fetches = [Fetch(nodes[rank], rank, _sources(rank, copy, nodes[rank], held)) for rank in new]
@@ -68,14 +70,24 @@ def _sources(rank: int, copy: Copy, node: str, held: Mapping[str, CopiesHeld]) -
 
 
 class CopyArrangement:
-    """For one attempt."""
+    """For one attempt. spares: in the order in which they would take the place of a node"""
 
-    def __init__(self, server: AgentServer, nodes: Sequence[str], newest_on_disk: int):
+    def __init__(self, server: AgentServer, nodes: Sequence[str], newest_on_disk: int, spares: Sequence[str] = ()):
         self.server, self.nodes, self.newest_on_disk = server, list(nodes), newest_on_disk
+        self.spares = [] if len(self.nodes) > 1 else [node for node in spares if node in server.links]
         self._held: dict[str, CopiesHeld] = {}
 
     async def make(self) -> None:
-        """Before the ranks start: ask all agents for what they hold, and have it fetched where it is missing."""
+        """Before the ranks start: ask all agents for what they hold, have it fetched where it is missing, and have a
+        spare keep what no other node can."""
+        await self._restore()
+        while self.spares and self.spares[0] not in self._held:
+            del self.spares[0]
+        if self.spares:
+            answer = await self.server.request(self.spares[0], KeepCopies(0), REPORT_SECONDS)
+            self.spares = self.spares[:1] if isinstance(answer, Done) else []
+
+    async def _restore(self) -> None:
         others = [node for node in self.server.links if node not in self.nodes]
         answers = await asyncio.gather(
             self.server.request_all(dict.fromkeys(self.nodes, ReportCopies()), REPORT_SECONDS),
@@ -95,9 +107,11 @@ class CopyArrangement:
     def of(self, node_rank: int) -> tuple[str, int]:
         """Address of the agent that keeps this node's copies, and the rank of the node whose copies this one keeps."""
         count = len(self.nodes)
+        if count == 1:
+            return self._address(self.spares[0]) if self.spares else "", -1
         peer = self.nodes[keeper_of(node_rank, count)]
         guest = next(rank for rank in range(count) if keeper_of(rank, count) == node_rank)
-        if count == 1 or any(node not in self._held for node in (peer, self.nodes[guest], self.nodes[node_rank])):
+        if any(node not in self._held for node in (peer, self.nodes[guest], self.nodes[node_rank])):
             return "", -1
         return self._address(peer), guest
 

@@ -5,9 +5,10 @@ import sys
 from collections.abc import Mapping
 
 from ingot.checkpoint.copy_memory import CopyKeeper
+from ingot.errors import IngotError
 from ingot.launch.messages import CopiesHeld, FetchCopies, RunRanks
 from ingot.launch.peer_copies.sender import CopySender, fetch_copies
-from ingot.launch.peer_copies.store import NOBODY, PeerStore
+from ingot.launch.peer_copies.store import PeerStore
 from ingot.launch.peer_copies.wire import JobIdentity
 from ingot.parallel.rank_env import PEER_COPY_BYTES
 
@@ -34,6 +35,12 @@ class NodeCopies:
         if self._store is not None:
             self._store.own_node_rank = order.node_rank
 
+    def keep(self, guest: int) -> None:
+        """Keep copies of the ranks of this node, though this one runs none."""
+        if self._store is None:
+            raise IngotError("this node has not said where it listens for copies")
+        self._store.host(guest)
+
     def begin(self, order: RunRanks) -> None:
         """This node's ranks are about to start: keep the guest's copies, and send theirs to the peer."""
         if self._sender is not None:
@@ -49,7 +56,7 @@ class NodeCopies:
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """An environment that tells the ranks of their memory, and whether there will be a copy on another node."""
         found = self.keeper.environment({name: value for name, value in env.items() if name != PEER_COPY_BYTES})
-        if self._store is not None and self._sender is not None and self._store.guest != NOBODY:
+        if self._store is not None and self._sender is not None:
             found[PEER_COPY_BYTES] = str(self._store.bytes_held())
         return found
 

@@ -13,6 +13,7 @@ from typing import Any
 from ingot.checkpoint.copy_memory import CopyKeeper, CopyRecord
 from ingot.launch.peer_copies.wire import (
     AskForCopy,
+    ForgetCopies,
     JobIdentity,
     OfferCopy,
     Pace,
@@ -25,6 +26,7 @@ MIN_BYTES_PER_SECOND, MAX_BYTES_PER_SECOND = 50e6, 1e9
 SHARE_OF_INTERVAL = 0.5
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
+NOTHING = (0, "")
 END_SECONDS = 2.0  # for the thread to notice that it is to end
 
 
@@ -36,10 +38,10 @@ class CopySender:
 
     def __init__(self, job: JobIdentity, keeper: CopyKeeper, node_rank: int, address: str, on_problem: Any):
         self.job, self.keeper, self.node_rank, self.address = job, keeper, node_rank, address
-        self.sent = (0, "")
+        self.sent = NOTHING
         """Step and life of the newest copy that the other node has."""
         self._on_problem, self._has_problem = on_problem, False
-        self._seen: tuple[tuple[int, str], float] = (0, ""), 0.0
+        self._seen: tuple[tuple[int, str], float] = NOTHING, 0.0
         self._interval = 0.0
         self._stopping = threading.Event()
         self._line: PeerLine | None = None
@@ -58,19 +60,22 @@ class CopySender:
         while not self._stopping.wait(pause):
             pause = LOOK_SECONDS
             with suppress(OSError):  # the memory was closed: the agent ends
-                if (newest := self._newest()) is None or newest == self.sent:
+                newest = self._newest() or NOTHING
+                if newest == self.sent:
                     continue
                 try:
-                    self._send(newest)
+                    self._send(newest) if newest != NOTHING else self._take_back()
                     self.sent = newest
                     kept = self.keeper.complete()
-                    if newest not in kept and any(c[0] > newest[0] and c[1] == newest[1] for c in kept):
+                    if newest not in (NOTHING, *kept) and any(c[0] > newest[0] and c[1] == newest[1] for c in kept):
                         self._tell(f"copies are made faster than they can be sent to {self.address}: those there are "
                                    "too old to be of use; raise snapshot_interval")  # fmt: skip
                     else:
                         self._has_problem = False
                 except PeerError as error:
                     pause = RETRY_SECONDS
+                    if newest == NOTHING:
+                        continue
                     self._tell(f"the copy of step {newest[0]} was not sent to {self.address}: {error}")
 
     def _tell(self, problem: str) -> None:
@@ -88,6 +93,14 @@ class CopySender:
                 self._interval = now - at
             self._seen = newest, now
         return newest
+
+    def _take_back(self) -> None:
+        """The ranks have used or discarded all copies. A node that dies alone leaves nobody else who knows that."""
+        line = PeerLine.connect(self.address, self.job)
+        try:
+            line.ask(ForgetCopies(self.node_rank))
+        finally:
+            line.close()
 
     def _rate(self, total: int) -> float:
         if not self._interval:

@@ -14,6 +14,7 @@ from ingot.host_memory import available_memory
 from ingot.launch.peer_copies.wire import (
     AskForCopy,
     CopyAnswer,
+    ForgetCopies,
     JobIdentity,
     OfferCopy,
     PeerError,
@@ -103,6 +104,8 @@ class PeerStore:
                         self._take(line, offer)
                     case AskForCopy() as wanted:
                         self._hand_out(line, wanted)
+                    case ForgetCopies() as order:
+                        self._forget(line, order)
                     case _:
                         return
         except (PeerError, OSError, ValueError):  # the other side finds out by itself, and tries again
@@ -136,6 +139,12 @@ class PeerStore:
             line.send(CopyAnswer())
         finally:
             self._arriving.release()
+
+    def _forget(self, line: PeerLine, order: ForgetCopies) -> None:
+        with self._arriving:
+            for memory in self._copies.memories if order.node_rank == self.guest else []:
+                memory.forget_all()
+        line.send(CopyAnswer())
 
     def _objection(self, offer: OfferCopy) -> tuple[str, CopyMemory | None]:
         if offer.node_rank != self.guest or not 0 <= offer.local_rank < len(self._copies.memories):

@@ -55,6 +55,12 @@ class AskForCopy(msgspec.Struct, frozen=True, tag_field="message", tag="ask-for-
     life: str
 
 
+class ForgetCopies(msgspec.Struct, frozen=True, tag_field="message", tag="forget-copies"):
+    """Keep no copy of these ranks any longer: they have used or discarded their own."""
+
+    node_rank: int
+
+
 class CopyAnswer(msgspec.Struct, frozen=True, tag_field="message", tag="copy-answer"):
     reason: str = ""
     """Why not."""
@@ -63,7 +69,7 @@ class CopyAnswer(msgspec.Struct, frozen=True, tag_field="message", tag="copy-ans
     record: CopyRecord | None = None
 
 
-PeerMessage = Challenge | PeerHello | Welcome | Refused | OfferCopy | AskForCopy | CopyAnswer
+PeerMessage = Challenge | PeerHello | Welcome | Refused | OfferCopy | AskForCopy | ForgetCopies | CopyAnswer
 _decoder = msgspec.json.Decoder(PeerMessage)
 
 

@@ -85,7 +85,7 @@ class AttemptRun:
 
     async def run(self, spares: Sequence[str], env: Mapping[str, str]) -> Cause:
         try:
-            cause = await self.hello(spares, env) or await self._preflight(spares) or await self._start()
+            cause = await self.hello(spares, env) or await self._preflight(spares) or await self._start(spares)
         except Stopped:
             early = Cause("stopped", "stopped before the first step")
             cause = await self._without(self.stop.lost) if self.stop.lost else early
@@ -187,16 +187,17 @@ class AttemptRun:
             return await self._without(tests.lost)
         return cause_of_problems(result, self.nodes) if result.problems else None
 
-    async def _start(self) -> Cause | None:
+    async def _start(self, spares: Sequence[str]) -> Cause | None:
         self._enter("starting")
         self._drain_events()
-        self.copies, address, port = CopyArrangement(self.server, self.nodes, self.opened.step), "", 0
+        self.copies, address, port = CopyArrangement(self.server, self.nodes, self.opened.step, spares), "", 0
         if self.spec.verb == "train" and len(self.nodes) > 1:
             answer = await self._unless_stopped(self.server.request(self.nodes[0], ReservePort(), self.times.reserve))
             if not isinstance(answer, PortReserved):
                 return await self._not_done(self.nodes[0], answer)
             link = self.server.link(self.nodes[0])
             address, port = link.address if link is not None else "", answer.port
+        if self.spec.verb == "train":
             await self._unless_stopped(self.copies.make())
         if self.stop.event.is_set():
             raise Stopped
