@@ -15,8 +15,11 @@ from runs import Run, ranks
 from specs import spec
 from state_records import StateRecords
 
-from ingot.launch.agent.attempt import pause
+from ingot.errors import EXIT_INTERRUPTED
+from ingot.launch.agent.attempt import StopNow, pause
+from ingot.launch.agent.local_ranks import Node
 from ingot.launch.build_spec import strikes
+from ingot.launch.local import run as local_run
 from ingot.launch.local import state as local_state
 from ingot.launch.local.state import LocalState
 from ingot.launch.monitor.status import Status, read_status
@@ -238,6 +241,19 @@ def test_a_damaged_state_file_refuses_the_run_before_anything_starts(tmp_path: P
     assert status.state == "never started" and "is damaged" in status.warnings[0]
     (tmp_path / "metrics.jsonl").touch()
     assert "after the command below, the command that started the run continues" in read_status(tmp_path).next
+
+
+def test_a_run_that_is_ended_by_a_second_interrupt_says_that_it_has_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise StopNow
+
+    monkeypatch.setattr(local_run, "run_attempt", interrupt)
+    assert local_run.run_processes(["train"], Node(1, 1), tmp_path, command="ingot train") == EXIT_INTERRUPTED
+    status = read_status(tmp_path)
+    assert status.state == "stopped: a signal asked it to stop (Ctrl-C)" and status.advice == "ingot train"
+    assert "stopped: ended at once by a second Ctrl-C, without saving; then stop" in "\n".join(status.lines())
 
 
 def test_a_signal_between_two_attempts_ends_the_pause() -> None:

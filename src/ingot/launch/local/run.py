@@ -72,8 +72,9 @@ class _LocalRun:
             try:
                 outcome = run_attempt(self.arguments, self.node, self.run / LOGS, attempt, env, self.state.look)
             except StopNow:
-                self.state.note_signal(signal.SIGINT, ", twice: nothing was saved")
-                self.state.act(self.state.close(Cause("stopped", "ended at once"), newest_checkpoint(self.run)))
+                self.state.note_signal(signal.SIGINT)
+                cause = Cause("stopped", "ended at once by a second Ctrl-C, without saving")
+                self.state.act(self.state.close(cause, newest_checkpoint(self.run)))
                 print("stopped at once; the same command continues from the last checkpoint", file=sys.stderr)
                 return EXIT_INTERRUPTED
             if (failure := outcome.failure) is None:

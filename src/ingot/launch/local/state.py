@@ -110,9 +110,9 @@ class LocalState:
         if self.history.stop is None:
             self._add(StopRequested(time=now(), reason=reason, detail=detail))
 
-    def note_signal(self, number: int, more: str = "") -> None:
-        name = signal.Signals(number).name
-        self.note_stop("signal", SIGNALS.get(signal.Signals(number), name) + more)
+    def note_signal(self, number: int) -> None:
+        sent = signal.Signals(number)
+        self.note_stop("signal", SIGNALS.get(sent, sent.name))
 
     def close(self, cause: Cause, step: int) -> Judged:
         """The attempt has ended. Returns what follows, which `act` writes down."""
