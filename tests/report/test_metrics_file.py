@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import TINY
 from disks import mounted
 from warm_process import run_warm
 
 from ingot.report.metrics_file import MetricsFile, read_rows
+from ingot.training.runtime.run_folder import ResumeState
 
 
 def test_rows_that_cannot_be_written_are_kept_and_written_whole_when_there_is_room(tmp_path: Path) -> None:
@@ -44,6 +46,7 @@ def test_rows_that_wait_for_room_survive_the_process_in_a_copy_of_its_state(tmp_
         for batch in range(20):
             metrics.row({"time/batch": batch}, batch)
         state = json.loads(json.dumps(metrics.state()))
+        assert msgspec.convert({"data": {}, "scaler": {}, "reporter": state}, ResumeState).reporter == state
         metrics.row({"time/batch": 20}, 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -74,7 +74,10 @@ class ResumeState(msgspec.Struct):
     left_out: list[Annotated[int, msgspec.Meta(ge=1)]] = []
     guard: list[float] = []
     train_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    reporter: dict[str, Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    reporter: dict[str, Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(pattern=r"\n\Z")]] | None = (
+        None
+    )
+    """Sizes of files, and lines that wait to be written to one."""
     execution: dict[str, str] = {}
 
 
