@@ -122,8 +122,6 @@ def _explains(fired: Iterable[Fault], kind: str, node: str, hosts: set[str]) -> 
             return True
         if not node and kind in UNDECIDED and fault.kind in NODE_KINDS:
             return True
-        if kind == "stopped" and fault.kind in ("node", "cable", "supervisor"):
-            return True  # Slurm tells the rest of a job to end
     return False
 
 

@@ -23,7 +23,7 @@ from ingot.launch.supervisor.state_file import StateError, now, read_state
 
 ARGUMENTS = [*TINY, f"max_duration={BATCHES}ba", f"save_interval={EVERY}ba", f"eval_interval={EVAL_EVERY}ba",
              "loggers.samples=true", "optimizer.eps=1e-5", "global_train_batch_size=9",
-             "snapshot_interval=1ba", "hang_timeout=20", "save_timeout=20"]  # fmt: skip
+             "snapshot_interval=1ba", "hang_timeout=20", "save_timeout=20", "startup_timeout=90"]  # fmt: skip
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE"}
 PACE = 0.3  # seconds that a batch takes at least, so that faults meet a running run
 ORPHAN_SECONDS = 60.0  # ranks of a node that was cut off end themselves after 30, on a busy machine
