@@ -40,7 +40,12 @@ def test_fp8_is_judged_by_bf16_of_the_same_call_and_by_its_loss_at_the_end() -> 
     assert goals(base, timed("7b", "wrapped fp8", 1004, precision="fp8"))[goal] == ("1.004", "missed")
     assert goals(base, timed("7b", "wrapped fp8", 1400, precision="fp8"))[goal] == ("1.400", "met")
     for end, outcome in ((0.0099, "met"), (0.0121, "missed")):
-        curve = {"section": "fp8-300", "variant": "losses, fp8 and bf16", "of_the_last_tenth": end, "largest_difference": 0.025}
+        curve = {
+            "section": "fp8-300",
+            "variant": "losses, fp8 and bf16",
+            "of_the_last_tenth": end,
+            "largest_difference": 0.025,
+        }
         found = goals(curve)["loss of wrapped fp8 within 1% of bf16 after 300 steps"]
         assert found == (f"{end:.2%} in the last tenth of the steps, at most 2.5% in one", outcome)
 

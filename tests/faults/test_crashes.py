@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from runs import Run, assert_as_if_nothing_happened, ranks, whole
 
+from ingot.launch.supervisor.failure_log import node_name
+
 __all__ = ["ranks", "whole"]
 
 slow = pytest.mark.slow
@@ -49,10 +51,30 @@ def test_the_same_error_twice_stops_with_its_own_exit_code(data: Path, tmp_path:
     assert [f["kind"] for f in run.failures()] == ["program", "program"]
 
 
+def test_a_run_that_dies_before_it_has_started_over_still_starts_over(data: Path, tmp_path: Path) -> None:
+    """`--fresh` holds until the checkpoints of the run before are gone."""
+    Run(data, tmp_path / "run", nproc=1).run()
+    again = Run(data, tmp_path / "run", "seed=4", "--fresh", nproc=1)  # a checkpoint of another seed is refused
+    once, path = tmp_path / "once", tmp_path / "hook" / "sitecustomize.py"
+    path.parent.mkdir()
+    path.write_text(f"""
+import os, signal
+if 'RANK' in os.environ and not os.path.exists({str(once)!r}):
+    open({str(once)!r}, 'w').close()
+    os.kill(os.getpid(), signal.SIGKILL)
+""")
+    again.env["PYTHONPATH"] = str(path.parent)
+    said = again.run()
+    assert once.exists() and "attempt 2 starts from batch 0" in said and "resumed" not in said
+    whole = Run(data, tmp_path / "whole", "seed=4", nproc=1)
+    whole.run()
+    assert_as_if_nothing_happened(again.folder, whole.folder)
+
+
 @slow
 def test_three_attempts_without_a_new_checkpoint_stop(data: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", kind="kill", rank=2, batch=10, attempts=list(range(1, 9)))
-    assert "3 attempts have ended alike on the same nodes since the newest checkpoint" in run.run(code=3)
+    assert f"3 attempts have ended alike on {node_name()} since the newest checkpoint" in run.run(code=3)
     assert len(run.failures()) == 3  # the first one wrote it
 
 

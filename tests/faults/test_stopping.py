@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import Ingot
 from runs import BATCHES, Run, assert_as_if_nothing_happened, ranks, whole
 
 from ingot.checkpoint.manifest import steps_in
@@ -142,6 +143,22 @@ def test_a_stop_during_start_up_is_honored_and_one_from_before_is_not(data: Path
     assert not (run.folder / "metrics.jsonl").read_bytes()
     run.run()  # typed again, the command means: go on
     assert (run.folder / "FINISHED").exists() and not (run.folder / "STOP").exists()
+
+
+@pytest.mark.parametrize("nproc", [0, 1])
+def test_a_run_can_be_asked_to_stop_before_it_owns_its_folder(
+    data: Path, tmp_path: Path, nproc: int, ingot: Ingot
+) -> None:
+    run = Run(data, tmp_path / "run", nproc=nproc)
+    if not nproc:
+        run.command = run.command[: run.command.index("--nproc")]
+    run.command += ["max_duration=20000ba", "save_interval=20000ba", "loggers.samples=false"]
+    run.start()
+    run.wait(lambda: (run.folder / "launch" / "jobs.jsonl").exists())
+    assert "asked" in ingot("stop", str(run.folder)).stdout
+    assert "the file STOP is in the run folder" in run.end(code=75)
+    assert "stopped" in ingot("status", str(run.folder)).stdout
+    assert "is not running" in ingot("stop", str(run.folder)).stdout
 
 
 def test_a_second_command_keeps_the_stop_request_of_an_active_run(data: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from conftest import TINY
 from ingot.errors import EXIT_CONTINUE
 from ingot.launch.agent import hang_diagnosis
 from ingot.launch.agent.attempt import run_attempt
-from ingot.launch.agent.failure import FAILURE_VARIABLE, read_failure
+from ingot.launch.agent.failure import FAILURE_VARIABLE, exit_code_of, read_failure
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.rank_group import own_folder
 from ingot.launch.protocol import ATTEMPT_VARIABLE
@@ -118,3 +118,20 @@ def test_a_folder_that_another_launcher_removed_as_a_leftover_is_made_again(
     with own_folder() as folder:
         assert folder.is_dir() and folder != removed[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_as_such_and_not_as_an_internal_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FAILURE_VARIABLE, str(tmp_path / "failure"))
+
+    def write() -> int:
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)
+        return 0
+
+    assert exit_code_of(write) != 0
+    said = capfd.readouterr().err.splitlines()[0]
+    assert said == "error: cannot write a file: No space left on device; free some space or choose another folder"
+    failure = read_failure(tmp_path / "failure", 1)
+    assert failure is not None and failure.kind == "machine" and "internal" not in failure.message

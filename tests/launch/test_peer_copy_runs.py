@@ -13,6 +13,8 @@ from runs import assert_as_if_nothing_happened, whole
 
 from ingot.checkpoint.copy_memory import RECORD_BYTES
 from ingot.launch.peer_copies.sender import LOOK_SECONDS
+from ingot.launch.supervisor.history import read_history
+from ingot.launch.supervisor.records import PhaseBegan
 
 __all__ = ["whole"]
 COPIES = ["snapshot_interval=2ba", "save_interval=8ba"]
@@ -90,6 +92,8 @@ def test_a_spare_in_place_of_a_lost_node_continues_from_the_copy_on_another(
     other = "n2" if node == "n1" else "n1"
     assert f"n3 fetches the copy of batch 14 of node {int(node[1]) - 1}'s ranks from {other}" in said
     assert "resumed from host memory at batch 14" in run.said(), run.said()
+    assert [record.copied for record in run.of(PhaseBegan) if record.phase == "starting"][-1] == 14
+    assert read_history(run.records).attempts[-1].opened.first == 14
     assert "on each node and" in run.said() and "for those of another node" in run.said()
     assert_as_if_nothing_happened(run.folder, whole)
 
@@ -109,6 +113,7 @@ def test_a_restart_continues_from_copies_on_the_same_nodes_and_on_a_spare(
 
     assert end(run, strike) == 0, run.said()
     assert run.nodes == [("n1", "n2"), ("n1", "n3" if kind == "device" else "n2")]
+    assert read_history(run.records).attempts[-1].opened.first == 14
     assert "resumed from host memory at batch 14" in run.said(), run.said()
     assert_as_if_nothing_happened(run.folder, whole)
 

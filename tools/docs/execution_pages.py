@@ -271,8 +271,14 @@ def goal_table(found: Executions) -> str:
     add(f"7b in fp8, wrapped, at {FP8_GOAL} of bf16, wrapped", of("7b", "wrapped fp8", "wrapped"), FP8_GOAL)
     curve = found.get("fp8-300", "losses, fp8 and bf16")
     apart = curve["of_the_last_tenth"] if curve else None
-    add("loss of wrapped fp8 within 1% of bf16 after 300 steps", None if apart is None else 1 - apart, 0.99,
-        f"{apart:.2%} in the last tenth of the steps, at most {curve['largest_difference']:.1%} in one" if curve else None)
+    add(
+        "loss of wrapped fp8 within 1% of bf16 after 300 steps",
+        None if apart is None else 1 - apart,
+        0.99,
+        f"{apart:.2%} in the last tenth of the steps, at most {curve['largest_difference']:.1%} in one"
+        if curve
+        else None,
+    )
     for size, goal in DETERMINISTIC_GOALS.items():
         name = "llama-1b at 8192 tokens" if size == "llama-1b" else size
         add(f"{name} with `deterministic=true` at {goal}", of(size, "deterministic", "plain"), goal)

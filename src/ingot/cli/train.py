@@ -17,7 +17,7 @@ from ingot.errors import ConfigError
 from ingot.launch.agent.local_ranks import count_gpus, find_node
 from ingot.launch.agent.rank_main import prepare_torch, train_rank
 from ingot.launch.local.run import run_processes
-from ingot.launch.register import register_train
+from ingot.launch.register import note_train, register_train
 from ingot.migrate import load_run_config
 from ingot.parallel.memory_estimate import StepShape, choose_layout
 from ingot.parallel.rank_env import find_rank_env
@@ -106,6 +106,7 @@ def start(
             return run_processes(command, node, run, command=_to_continue(command, node.processes))
     if here.rank == 0:
         clear_stop_request(Path(config.run_folder))
+        note_train(Path(config.run_folder))
     return train_rank(config, fresh)
 
 

@@ -43,7 +43,8 @@ def training_spec(
     if "signal_seconds" not in values:
         times = read_times(run)
         values["signal_seconds"] = times.signal_seconds
-        notes.append(f"the job saves {times.signal_seconds} s before its time limit ({times.why})")
+        if not is_here:
+            notes.append(f"the job saves {times.signal_seconds} s before its time limit ({times.why})")
     notes += _exclude_bad_nodes(values, run)
     spec = make_spec(values)
     check_logins(config.loggers, [*spec.secrets, *(os.environ if is_here else ())], has_home=not spec.image)

@@ -38,6 +38,17 @@ def register_train(run: Path) -> None:
         raise disk_error("write the run folder", run, error) from None
 
 
+def note_train(run: Path) -> None:
+    """Note that this process alone trains: until it owns the folder, `ingot stop` and `ingot status` could not see it.
+    A second one is refused by the folder's lease."""
+    launch = LaunchFolder(run)
+    try:
+        with launch.lock():
+            launch.add_job(TRAIN, str(os.getpid()))
+    except OSError as error:
+        raise disk_error("write the run folder", run, error) from None
+
+
 @contextmanager
 def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[None]:
     """Refuse a second job of a run; of two launchers at the same moment, the second finds the job of the first."""

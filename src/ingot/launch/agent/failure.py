@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.config.secrets import redact
-from ingot.errors import EXIT_FAULT, EXIT_INTERRUPTED, DiskError, IngotError, Interrupted
+from ingot.errors import EXIT_FAULT, EXIT_INTERRUPTED, DiskError, IngotError, Interrupted, disk_error
 
 FAILURE_VARIABLE = "INGOT_FAILURE_FILE"
 FINAL_KINDS = ("user", "data", "numeric")  # would fail again
@@ -65,6 +65,10 @@ def exit_code_of(action: Callable[[], int], hint: str = "") -> int:
         return _fail(f"error: {error}", error.exit_code)
     except KeyboardInterrupt as error:
         return _fail(str(error) or "interrupted", EXIT_INTERRUPTED)
+    except OSError as error:
+        if error.errno in SITE_ERRORS:
+            return _fail(f"error: {disk_error('write', error.filename or 'a file', error)}", EXIT_FAULT)
+        return _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT)
     except Exception as error:
         return _fail(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_FAULT)
 

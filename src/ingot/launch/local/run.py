@@ -28,7 +28,13 @@ from ingot.launch.agent.local_ranks import Node
 from ingot.launch.local.state import LocalState
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.failure_log import mark_start, record
-from ingot.launch.supervisor.progress import is_stop_there, newest_checkpoint, stop_reason_of, who_asked
+from ingot.launch.supervisor.progress import (
+    checkpoint_files,
+    is_stop_there,
+    newest_checkpoint,
+    stop_reason_of,
+    who_asked,
+)
 from ingot.launch.supervisor.records import FINAL_KINDS, Cause
 from ingot.training.runtime.lease import clear_stop_request
 from ingot.training.runtime.run_files import LOGS, STOP
@@ -64,10 +70,11 @@ class _LocalRun:
 
     def __init__(self, arguments: list[str], node: Node, run: Path, copies: CopyKeeper, state: LocalState):
         self.arguments, self.node, self.run, self.copies, self.state = arguments, node, run, copies, state
+        self.old_checkpoints = checkpoint_files(run) if "--fresh" in arguments else set()
 
     def to_the_end(self, env: Mapping[str, str]) -> int:
         for number in range(1, sys.maxsize):
-            before = 0 if "--fresh" in self.arguments else newest_checkpoint(self.run)
+            before = self._newest()
             attempt = self.state.open(number, before, self.copies.newest()).attempt
             try:
                 outcome = run_attempt(self.arguments, self.node, self.run / LOGS, attempt, env, self.state.look)
@@ -79,15 +86,20 @@ class _LocalRun:
                 return EXIT_INTERRUPTED
             if (failure := outcome.failure) is None:
                 return self._ended_well(outcome)
-            newest = newest_checkpoint(self.run)
+            if not self.old_checkpoints & checkpoint_files(self.run):  # else its ranks died before they removed them
+                self.arguments = [argument for argument in self.arguments if argument != "--fresh"]
+            newest = self._newest()
             with suppress(OSError):  # a full disk
                 record(self.run, attempt=attempt, rank=outcome.rank, batch=outcome.batch, kind=failure.kind,
                        message=failure.message, progress=newest > before)  # fmt: skip
-            self.arguments = [argument for argument in self.arguments if argument != "--fresh"]
             code = self._failed(outcome, failure, number, newest)
             if code is not None:
                 return code
         return EXIT_FAULT
+
+    def _newest(self) -> int:
+        """The checkpoint that the next attempt continues from."""
+        return 0 if "--fresh" in self.arguments else newest_checkpoint(self.run)
 
     def _ended_well(self, outcome: Outcome) -> int:
         """The run is complete, or has stopped as requested."""

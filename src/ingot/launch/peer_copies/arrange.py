@@ -63,6 +63,14 @@ def plan_restores(nodes: Sequence[str], held: Mapping[str, CopiesHeld], newest_o
     return plans
 
 
+def newest_common(nodes: Sequence[str], held: Mapping[str, CopiesHeld], newest_on_disk: int) -> int:
+    """The step of the newest copies that the agents of all nodes hold of the ranks that they ran before; 0 if none."""
+    if any(node not in held or held[node].node_rank != rank for rank, node in enumerate(nodes)):
+        return 0
+    common = set.intersection(*(set(held[node].own) for node in nodes))
+    return max((step for step, _ in common if step > newest_on_disk), default=0)
+
+
 def _sources(rank: int, copy: Copy, node: str, held: Mapping[str, CopiesHeld]) -> tuple[str, ...]:
     guests = [name for name, found in held.items() if found.guest == rank and copy in found.guests]
     own = [name for name, found in held.items() if found.node_rank == rank and copy in found.own and name != node]
@@ -75,6 +83,8 @@ class CopyArrangement:
     def __init__(self, server: AgentServer, nodes: Sequence[str], newest_on_disk: int, spares: Sequence[str] = ()):
         self.server, self.nodes, self.newest_on_disk = server, list(nodes), newest_on_disk
         self.spares = [] if len(self.nodes) > 1 else [node for node in spares if node in server.links]
+        self.newest = 0
+        """The step of the newest copies that all ranks have; 0 if there are none newer than the checkpoint."""
         self._held: dict[str, CopiesHeld] = {}
 
     async def make(self) -> None:
@@ -97,7 +107,9 @@ class CopyArrangement:
         plans = plan_restores(self.nodes, self._held, self.newest_on_disk)
         for plan in plans:
             if await self._carry_out(plan):
+                self.newest = plan.copy[0]
                 return
+        self.newest = newest_common(self.nodes, self._held, self.newest_on_disk)
         lost = {step for held in self._held.values() for step, _ in (*held.own, *held.guests)}
         is_new = [node for rank, node in enumerate(self.nodes) if self._node_rank(node) != rank]
         if is_new and max(lost, default=0) > self.newest_on_disk:

@@ -42,7 +42,7 @@ async def check_together(spec: LaunchSpec, cluster: Cluster, nodes: Sequence[str
         problems = [Problem(f"{node}: {why}", node) for node, why in failed.items()]
         usable = [node for node in nodes if node not in failed]
         opened = Opened(time=now(), epoch=1, attempt=start, nodes=tuple(usable), step=0)
-        attempt = AttemptRun(opened, spec, server, cluster, StopFlag(), lambda phase, detail: None, times)
+        attempt = AttemptRun(opened, spec, server, cluster, StopFlag(), lambda phase, detail, copied: None, times)
         if usable and await attempt.hello((), env) is not None:
             problems += _missing(usable, server, attempt.ended)
         return await _test(spec, server, [node for node in usable if node in server.links], problems)

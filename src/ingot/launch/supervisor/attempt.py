@@ -57,7 +57,7 @@ class AttemptRun:
         server: AgentServer,
         cluster: Cluster,
         stop: StopFlag,
-        on_phase: Callable[[Phase, str], None],
+        on_phase: Callable[[Phase, str, int], None],
         times: Times,
         share: tuple[int, int] | None = None,
     ):
@@ -98,9 +98,9 @@ class AttemptRun:
                 await asyncio.gather(watch, return_exceptions=True)
         return await self._teardown(cause)
 
-    def _enter(self, phase: Phase, detail: str = "") -> None:
+    def _enter(self, phase: Phase, detail: str = "", copied: int = 0) -> None:
         self.phase = phase
-        self.on_phase(phase, detail)
+        self.on_phase(phase, detail, copied)
 
     # --- before the ranks
 
@@ -199,6 +199,8 @@ class AttemptRun:
             address, port = link.address if link is not None else "", answer.port
         if self.spec.verb == "train":
             await self._unless_stopped(self.copies.make())
+            if self.copies.newest:
+                self._enter("starting", copied=self.copies.newest)
         if self.stop.event.is_set():
             raise Stopped
         self.started = True

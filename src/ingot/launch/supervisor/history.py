@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from msgspec.structs import replace
+
 from ingot.launch.protocol import LOCAL
 from ingot.launch.supervisor.records import (
     Cause,
@@ -13,6 +15,7 @@ from ingot.launch.supervisor.records import (
     Judged,
     Launched,
     Opened,
+    PhaseBegan,
     Started,
     StopRequested,
 )
@@ -143,6 +146,9 @@ def read_history(records: Sequence[Any]) -> History:
             if history.open is not None:
                 raise ValueError(f"attempt {record.attempt} was opened before {history.open.attempt} was closed")
             history.open, history.starts_in_vain = record, 0
+        elif isinstance(record, PhaseBegan):
+            if record.copied and history.open is not None and history.open.epoch == record.epoch:
+                history.open = replace(history.open, copied=record.copied)
         elif isinstance(record, Closed):
             if history.open is None or history.open.epoch != record.epoch:
                 raise ValueError(f"epoch {record.epoch} was closed, and it was not open")

@@ -304,7 +304,8 @@ def _exhausted(group: Sequence[ClosedAttempt]) -> str:
              and not a.is_as_requested and not _is_smaller(group[:number])]  # fmt: skip
     if len(alike) < MAX_ALIKE:
         return ""
-    attempts = f"{count_of(len(alike), 'attempt')} have ended alike on the same nodes since the newest checkpoint"
+    where = f"on {min(last.nodes)}" if len(last.nodes) == 1 else "on the same nodes"
+    attempts = f"{count_of(len(alike), 'attempt')} have ended alike {where} since the newest checkpoint"
     return f"{attempts}; the last one: {last.cause.message}"
 
 

@@ -59,6 +59,16 @@ def progress_of(run: Path, verb: str) -> int:
     return newest_checkpoint(run) if verb == "train" else pieces_done(run)
 
 
+def checkpoint_files(run: Path) -> set[tuple[str, int, int]]:
+    """What tells the checkpoints of a run from others that are at the same place later."""
+    found = set()
+    for path in (run / CHECKPOINTS).glob(f"*/{MANIFEST}"):
+        with suppress(OSError):
+            status = path.stat()
+            found.add((path.parent.name, status.st_ino, status.st_mtime_ns))
+    return found
+
+
 def newest_checkpoint(run: Path) -> int:
     """The step of the newest complete checkpoint; 0 if there is none."""
     return max((int(p.parent.name) for p in (run / CHECKPOINTS).glob(f"[0-9]*/{MANIFEST}")), default=0)

@@ -111,6 +111,8 @@ class PhaseBegan(_Record, frozen=True, tag="phase"):
     epoch: int
     phase: Phase
     detail: str = ""
+    copied: int = 0
+    """At the start of ranks: the step of the copies in host memory that they have, if newer than the checkpoint."""
 
 
 class StopRequested(_Record, frozen=True, tag="stop"):

@@ -365,10 +365,10 @@ class Supervisor:
         if not await self.disk.do(self.state.flush, default=False):
             say(f"cannot write {self.state.path}: {type(record).__name__} is kept in memory")
 
-    def _note_phase(self, phase: Phase, detail: str) -> None:
+    def _note_phase(self, phase: Phase, detail: str, copied: int = 0) -> None:
         history = read_history(self.state.records)
         epoch = history.open.epoch if history.open is not None else 0
-        self._pending_phase = PhaseBegan(time=now(), epoch=epoch, phase=phase, detail=detail)
+        self._pending_phase = PhaseBegan(time=now(), epoch=epoch, phase=phase, detail=detail, copied=copied)
         self._write_phase(phase not in RANK_PHASES)
 
     def _write_phase(self, at_once: bool) -> None:
