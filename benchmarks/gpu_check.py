@@ -65,7 +65,6 @@ SECTIONS = [
     Section("llama-8b-8k", "llama-8b", [PLAIN], 4, 1, seconds=30),
     Section("llama-1b-fp8", "llama-1b", FP8_VARIANTS, 32, 2, ["max_seq_len=2048"], micro=8, seconds=50),
     Section("pythia-2.8b-fp8", "pythia-2.8b", FP8_VARIANTS, 32, 2, seconds=60),
-    Section("profile-125m", "mpt-125m", [PLAIN], 128, 3, LEARNED, seconds=25, profile=["plain"]),
 ]  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def test_scripts_of_the_check_of_a_card_leave_their_rows(tmp_path: Path) -> None
     """A peer, fp8 next to bf16, checkpoints, a profile, and two trees, here this one twice."""
     rows = tmp_path / "rows.jsonl"
     check = partial(subprocess.run, capture_output=True, text=True, timeout=400, cwd=ROOT, check=True)
-    sections = ["peers-pythia-1b", "fp8-300", "checkpoint", "profile-125m"]
+    sections = ["peers-pythia-1b", "fp8-300", "checkpoint", "7b"]
     check([sys.executable, "benchmarks/gpu_check.py", "--tiny", "--out", tmp_path, "--only", *sections])
     trees = ["--old", ROOT, "--rows", rows, "--cases", "125m", "7b", "--tiny"]
     check([sys.executable, "benchmarks/compare_steps.py", *trees])
@@ -223,7 +223,7 @@ def test_scripts_of_the_check_of_a_card_leave_their_rows(tmp_path: Path) -> None
     bf16 = found["fp8-300", "bf16 wrapped"]
     assert bf16["means_of_tenths"][-1] < bf16["means_of_tenths"][0] - 0.5  # there is something to learn
     assert len(found["checkpoint", "load, warm"]["all_seconds"]) == 2 and found["checkpoint", "save"]["ratio"] > 0
-    assert "idle" in found["profile-125m", "plain"]["milliseconds"]
+    assert "idle" in found["7b", "plain"]["milliseconds"]
     assert 0 < found["peers-pythia-1b", "ingot"]["causal_rate"] < found["peers-pythia-1b", "ingot"]["full_rate"]
     for name in ("125m", "7b"):
         assert found["trees", name]["old_losses"] == found["trees", name]["new_losses"]

@@ -15,6 +15,8 @@ RATE_GOALS = {"125m": 0.84, "350m": 0.86, "760m": 0.92, "1b": 0.93, "3b": 0.94, 
               "pythia-1b": 0.90, "pythia-2.8b": 0.90}  # fmt: skip
 SIZES = ["pythia-14m", *RATE_GOALS]  # in which order rows are shown
 LONGEST_CALL = 700  # seconds
+OTHER_QUESTIONS = ("pythia-14m", "125m-small", "1b-two-ranks", "1b-dropout")
+"""Sections of which the rate is not of interest: too small to reach one, or the same as in another section."""
 LONG_CONTEXT_GOAL, FP8_GOAL, TREE_GOAL, GRAPH_GOAL = 0.75, 1.35, 0.99, 1.2
 NOT_MEASURED = "not measured"
 
@@ -231,8 +233,8 @@ def rate_table(found: Executions) -> str:
     seen = set()
     for row in found.variants("ingot", "plain", "wrapped", "wrapped fp8", "plain fp8"):
         size = size_of(row)
-        if size == "pythia-14m":
-            continue  # whose kernels are too short for a rate to mean anything
+        if size in OTHER_QUESTIONS:
+            continue
         goal = RATE_GOALS.get(size) if row["precision"] == "bf16" else None
         seen.add(size)
         rows.append([f"{label(row)}, {row['variant'].replace('ingot', 'plain, next to its peer')}",
@@ -240,7 +242,7 @@ def rate_table(found: Executions) -> str:
                      met(row["full_rate"], goal) if goal else ""])  # fmt: skip
     missing = [name for name in RATE_GOALS if name not in seen]
     head = ["", "large product, TFLOP/s", "causal rate", "full rate", "goal of the full rate", ""]
-    return table(head, rows) + f"\nNot measured with the current tree: {', '.join(missing)}.\n"
+    return table(head, rows) + (f"\nNot measured with the current tree: {', '.join(missing)}.\n" if missing else "")
 
 
 def profile_table(found: Executions) -> str:
