@@ -68,7 +68,7 @@ def test_held_requeued_and_suspended_jobs_keep_their_run_folder(
     wait_for(run, "CANCELLED")
 
     status = read_status(run)
-    assert status.state == "held" and status.advice.startswith("scontrol release")
+    assert status.state == "suspended" and f"job {suspended} is SUSPENDED" in status.next
     assert {status.jobs[job] for job in (held, suspended, special)} == {"PENDING", "SUSPENDED", "SPECIAL_EXIT"}
     shown = spec(run_folder=str(run), workdir=str(tmp_path), image=None)
     for launch in (submit_to_slurm, register_local):

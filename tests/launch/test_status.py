@@ -140,6 +140,28 @@ def test_a_queued_job_says_why_it_waits_and_why_it_is_there_again() -> None:
     assert describe(facts(job, jobs=None)).state.startswith("unknown")
 
 
+def test_a_suspended_job_is_not_running_although_its_processes_live(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the next job of its chain waits, which a request to stop must not hide."""
+    job = start()
+    job.open()
+    phase(job, "running")
+    write(run, job)
+    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    line = f"7|SUSPENDED|{run}/launch/job.sh|N/A|None"
+    for first in ("", f"7_2|PENDING|{run}/launch/job.sh|N/A|JobArrayTaskLimit\\n"):
+        slurm(tmp_path, monkeypatch, first + line)
+        status = read_status(run)
+        assert (status.state, status.warnings) == ("suspended", [])
+        assert status.next == "job 7 is SUSPENDED; whoever suspended it can resume it"
+    said = stop_run(run, now=False)
+    assert said.startswith("job 7: SUSPENDED: it stops after it has been resumed; `ingot stop --now")
+    assert read_status(run).next.endswith("; a stop was asked for: it stops after it has been resumed")
+    slurm(tmp_path, monkeypatch, f"7|SIGNALING|{run}/launch/job.sh|N/A|None")
+    assert read_status(run).state == "stopping"
+
+
 @pytest.mark.parametrize(
     ("kind", "state"), [("user", "halted: no such file"), ("numeric", "halted: no such file"), ("finished", "finished")]
 )

@@ -24,6 +24,8 @@ from ingot.launch.spec import read_spec
 # Every other state may still run: one that this list does not know must not lead to a second job in the same folder.
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL",
          "PREEMPTED", "REVOKED")  # fmt: skip
+RUNNING = ("RUNNING", "SIGNALING")  # the second for a moment, while Slurm delivers a signal
+SUSPENDED = ("SUSPENDED", "STOPPED")
 _CLOCK_SECONDS = 2.0  # by which a process may seem younger than its line in jobs.jsonl
 _ENTRY_SECONDS = 600.0  # from the start of a local launcher to that line
 
@@ -48,7 +50,12 @@ class JobState:
 
     @property
     def is_running(self) -> bool:
-        return self.state == "RUNNING"
+        return self.state in RUNNING
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its processes live, and stand still until somebody resumes it."""
+        return self.state in SUSPENDED
 
     def __str__(self) -> str:
         return f"{self.id}: {self.state}" + (f" ({self.reason})" if self.reason and self.is_living else "")

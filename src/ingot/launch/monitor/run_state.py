@@ -12,7 +12,6 @@ from ingot.launch.supervisor.judge import launch_end
 from ingot.launch.supervisor.records import Judged, PhaseBegan
 
 HELD = ("SPECIAL_EXIT", "REQUEUE_HOLD", "RESV_DEL_HOLD")
-PAUSED = ("SUSPENDED", "STOPPED", "SIGNALING")
 _PHASES = {
     "staging": "copying the image to the nodes",
     "hello": "waiting for the agents of all nodes",
@@ -68,6 +67,19 @@ class Facts:
     def living(self) -> list[JobState]:
         return [job for job in self.jobs or () if job.is_living]
 
+    @property
+    def suspended(self) -> JobState | None:
+        """The job that would train if it were not suspended."""
+        if any(job.is_running for job in self.living):
+            return None
+        return next((job for job in self.living if job.is_suspended), None)
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether somebody asked for a stop that the run has not come to yet."""
+        stop = self.history.stop
+        return self.asked_to_stop or (stop is not None and stop.reason in LAUNCH_ENDING_STOPS)
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -84,7 +96,7 @@ def describe(facts: Facts) -> RunState:
     end = launch_end(facts.history)
     if facts.finished or (end is not None and end.action == "finish"):
         return RunState("finished", facts.finished or (end.time if end else ""))
-    if facts.owner is not None:
+    if facts.owner is not None and facts.suspended is None:  # its lease outlives it for a minute
         return _training(facts)
     stop = facts.history.stop
     if end is not None and end.action == "stop" and stop is not None and stop.reason not in LAUNCH_ENDING_STOPS:
@@ -152,15 +164,16 @@ def _between(facts: Facts) -> RunState:
 
 
 def _queued(facts: Facts) -> RunState:
-    job = next((job for job in facts.living if not _is_held(job) and job.state not in PAUSED), facts.living[0])
+    if (job := facts.suspended) is not None:
+        then = "; a stop was asked for: it stops after it has been resumed" if facts.ends_soon else ""
+        return RunState("suspended", "", f"{_waits(job)}; whoever suspended it can resume it{then}")
+    job = next((job for job in facts.living if not _is_held(job)), facts.living[0])
     last = facts.history.judgments[-1] if facts.history.judgments else None
     since = last.time if last is not None else facts.history.launched.time if facts.history.launched else ""
-    waits = f"job {job.id} is {job.state}" + (f": {job.reason}" if job.reason else "")
+    waits = _waits(job)
     again = f"; it was queued again: {last.reason}" if last is not None and last.action in ("requeue", "stop") else ""
     if _is_held(job):
         return RunState("held", since, f"{waits}{again}", _release(job))
-    if job.state in PAUSED:
-        return RunState("suspended", since, f"{waits}; whoever suspended it can resume it{again}")
     return RunState("queued", since, f"{waits}{again}")
 
 
@@ -212,6 +225,10 @@ def _until_limit(facts: Facts) -> str:
     chain = facts.history.launched is not None and facts.history.launched.chain > 1
     then = "the next job of the chain continues" if chain else "it is queued again"
     return f"before its time limit ({ends[0]}) it saves, and {then}"
+
+
+def _waits(job: JobState) -> str:
+    return f"job {job.id} is {job.state}" + (f": {job.reason}" if job.reason else "")
 
 
 def _is_held(job: JobState) -> bool:

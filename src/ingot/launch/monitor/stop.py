@@ -6,7 +6,7 @@ import socket
 from datetime import datetime
 from pathlib import Path
 
-from ingot.launch.monitor.job_states import end_jobs, is_living
+from ingot.launch.monitor.job_states import RUNNING, SUSPENDED, end_jobs, is_living
 from ingot.launch.monitor.status import Status, read_status
 from ingot.training.runtime.run_files import STOP
 
@@ -22,12 +22,20 @@ def stop_run(run: Path, now: bool) -> str:
     (run / STOP).write_text(f"{getpass.getuser()}@{socket.gethostname()}, {asked}\n", encoding="utf-8")
     if now or status.verb == "prepare":  # a preparation loses only the pieces that it is working on
         return f"{run}: {end_jobs(run)}"
-    if waiting and not any(status.jobs[job] == "RUNNING" for job in waiting):
-        job = waiting[0]
-        why = f" ({status.waits_for[job]})" if job in status.waits_for else ""
-        then = f"it will end when it starts; `ingot stop --now {run}` takes it out of the queue"
-        return f"job {job}: {status.jobs[job]}{why}: {then}"
+    if waiting and not any(status.jobs[job] in RUNNING for job in waiting):
+        return _asked_while_it_waits(run, status, waiting)
     return f"asked {run} to save and stop after its current step"
+
+
+def _asked_while_it_waits(run: Path, status: Status, waiting: list[str]) -> str:
+    job = next((job for job in waiting if status.jobs[job] in SUSPENDED), waiting[0])  # before the rest of its chain
+    why = f" ({status.waits_for[job]})" if job in status.waits_for else ""
+    now = f"`ingot stop --now {run}`"
+    if status.jobs[job] in SUSPENDED:
+        then = f"it stops after it has been resumed; {now} ends it at once, without saving"
+    else:
+        then = f"it will end when it starts; {now} takes it out of the queue"
+    return f"job {job}: {status.jobs[job]}{why}: {then}"
 
 
 def _nothing_to_stop(run: Path, status: Status) -> str:
