@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from runs import Run, assert_as_if_nothing_happened, ranks, whole
 
+from ingot.config.load import refuse_secret
 from ingot.config.secrets import redact
+from ingot.errors import ConfigError
 from ingot.launch.agent.rank_group import TEMPORARY
+from ingot.migrate.detect import load_run_config
 
 __all__ = ["ranks", "whole"]
 
@@ -32,7 +35,7 @@ def test_a_run_stopped_on_three_processes_continues_with_two_and_ends_with_one(
 
 def test_a_secret_of_the_environment_appears_in_no_file_and_no_argument(data: Path, tmp_path: Path) -> None:
     """Not even when an error message has it."""
-    secret = "sk-Zq81mVt0-very-secret"
+    secret = "zq-Zq81mVt0-very-secret"
     run = Run(data, tmp_path / "run", f"data.train.path={tmp_path / secret}", nproc=1)
     run.env |= {"WANDB_API_KEY": secret}
     said = run.run(code=2)
@@ -50,6 +53,22 @@ def test_a_secret_is_redacted_from_six_characters_on() -> None:
     """A shorter value is a word that texts contain by chance."""
     assert redact("a xxxxxx b", {"HF_TOKEN": "x" * 6}) == "a <HF_TOKEN> b"
     assert redact("a xxxxx b", {"HF_TOKEN": "x" * 5}) == "a xxxxx b"
+
+
+@pytest.mark.parametrize(
+    ("override", "is_secret"),
+    [("loggers.wandb.api_key=abcdef0123", True), ("wandb_api_key=abcdef0123", True), ("a.password=hunter22", True),
+     ("a.hf_token=abcdef", True), ("token=abcdef", True), (f"a.b=hf_{'x' * 20}", True), (f"a.b=AKIA{'X' * 16}", True),
+     ("a.api_key=null", False), ("model.eos_token=<|endoftext|>", False), ("tokenizer=abcdef", False),
+     ("eval.context_key=context", False), ("data.train.token_encoding_type=uint16", False)],
+)  # fmt: skip
+def test_a_secret_in_an_override_is_refused_without_repeating_it(override: str, is_secret: bool) -> None:
+    key, _, value = override.partition("=")
+    if not is_secret:
+        return refuse_secret(override)
+    with pytest.raises(ConfigError, match="it looks like a secret") as error:
+        load_run_config(["mpt-125m", override])
+    assert key in str(error.value) and value not in str(error.value)
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/data", "https://host/data?sig=abcdef"])

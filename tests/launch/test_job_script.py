@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from specs import put_on_path, spec
+from waiting import wait_until
 
 from ingot.launch.messages import ADDRESS_VARIABLE
 from ingot.launch.protocol import LaunchFolder
@@ -107,6 +108,16 @@ def test_signals_reach_the_supervisor_and_nothing_starts_after_them(
     guard.send_signal(number)
     guard.communicate(timeout=60)
     assert guard.returncode == (5 if listens else 128 + 9) and times.read_text() == "x"
+
+
+def test_the_supervisor_does_not_outlive_its_guard(tmp_path: Path) -> None:
+    """A job ends with its script: what a supervisor did after that would be false."""
+    pid = tmp_path / "pid"
+    guard, _ = guard_of(tmp_path, f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
+    wait_until(lambda: pid.exists() and pid.read_text())
+    guard.kill()
+    guard.communicate(timeout=60)
+    wait_until(lambda: not Path("/proc", pid.read_text(), "cmdline").exists())
 
 
 @pytest.mark.parametrize(("nodes", "spares", "kept"), [(1, 0, False), (1, 1, True), (2, 0, False), (2, 2, True)])

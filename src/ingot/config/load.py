@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ingot.config.error_messages import Origins, error_messages, first_problems
 from ingot.config.files import ConfigFile, check_interpolation, check_key, read_config_file
 from ingot.config.recipes import find_recipe
+from ingot.config.secrets import why_secret
 from ingot.errors import ConfigError
 from ingot.storage.names import plain_name_from
 
@@ -67,8 +68,19 @@ def to_yaml(config: BaseModel, header: str = "") -> str:
     return header + yaml.safe_dump(values, sort_keys=False)
 
 
+def refuse_secret(override: str) -> None:
+    """Raise, without the value in the message, if `key=value` gives away a secret."""
+    key, _, value = override.partition("=")
+    if why := why_secret(key, value):
+        raise ConfigError(
+            f"command line: {key}: {why}, which would be written into checkpoints and seen in process lists; pass "
+            "credentials in the environment (AWS_..., AZURE_..., GOOGLE_..., HF_TOKEN, WANDB_API_KEY)"
+        )
+
+
 def read_override(override: str, origins: Origins) -> DictConfig:
     """The value of one `key=value`, whose key is noted in `origins`."""
+    refuse_secret(override)
     key, _, _ = override.partition("=")
     if not key or any(not part for part in key.split(".")):
         raise ConfigError(f"command line: '{override}' is not of the form key=value")

@@ -14,6 +14,14 @@ IN_URL = re.compile(
     r"(?P<user>\b[a-z][a-z0-9+.-]*://[^/\s:@]+:[^/\s@]+@)|[?&](?P<key>sig|signature|token|key|secret|x-amz-[a-z-]+)=",
     re.IGNORECASE,
 )
+VALUES = re.compile(r"\b(?:hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{16}|sk-[\w-]{20,})")
+"""Tokens that are known by their first letters: Hugging Face, GitHub, AWS and others."""
+KEYS = re.compile(
+    r"(?:^|[_-])(?:api_?key|(?:access|account|secret|private|auth)_?key|secret|passw(?:or)?d|passphrase|credentials?|"
+    r"(?:access|api|auth|bearer|hf|hub|sas|session)_token)$|^token$",
+    re.IGNORECASE,
+)
+"""Last parts of config keys whose value is a secret."""
 SHORTEST = 6  # characters; a shorter value may be an ordinary word
 
 
@@ -23,6 +31,15 @@ def redact(text: str, env: Mapping[str, str] = os.environ) -> str:
         if len(value) >= SHORTEST and value in text and NAMES.search(name):
             text = text.replace(value, f"<{name}>")
     return text
+
+
+def why_secret(key: str, value: str) -> str | None:
+    """What gives away that a dotted key's value is a secret; None if nothing does."""
+    if IN_URL.search(value):
+        return "the URL has a password or a signature in it"
+    if VALUES.search(value) or (KEYS.search(key.rpartition(".")[2]) and len(value) >= SHORTEST):
+        return "it looks like a secret"
+    return None
 
 
 def secret_in(values: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ingot.config.base import Section, rule_error
 from ingot.config.load import validate
-from ingot.config.secrets import NAMES, SHORTEST
+from ingot.config.secrets import NAMES, SHORTEST, why_secret
 from ingot.errors import ConfigError
 from ingot.launch.protocol import LaunchFolder
 from ingot.storage.atomic import write_whole
@@ -233,7 +233,7 @@ class LaunchSpec(Section):
             if re.search(r"[\x00-\x1f\x7f]", value):
                 raise rule_error(name.partition(".")[0], f"{name} contains a control character")
         for name, value in self.env.items():
-            if NAMES.search(name) and len(value) >= SHORTEST:
+            if (NAMES.search(name) and len(value) >= SHORTEST) or why_secret(name, value):
                 raise rule_error("env", f"{name} looks like a secret, and env is written to disk; use --secret {name}")
         if self.image is not None and not re.fullmatch(r"[A-Za-z0-9/][A-Za-z0-9_.+:@#/-]*", self.image):
             raise rule_error("image", f"{self.image[:60]!r} is neither a path nor an image name")

@@ -16,7 +16,7 @@ from ingot.config.base import known_keys
 from ingot.config.dotted_keys import all_keys, all_strings, ancestors, flatten
 from ingot.config.error_messages import Origins, first_problems
 from ingot.config.files import ConfigFile, check_interpolation, read_config_file
-from ingot.config.load import build_config, is_override, merge, read_override, resolve, validate
+from ingot.config.load import build_config, is_override, merge, read_override, refuse_secret, resolve, validate
 from ingot.config.recipes import find_recipe
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
@@ -94,6 +94,8 @@ def _read_command(arguments: Sequence[str], dialect: str | None) -> Command:
         start = next((i for i, word in enumerate(arguments) if word.startswith("--")), len(arguments))
         command.words = list(arguments[start:])
         command.overrides = [a for a in arguments[:start] if is_override(a)]
+        for override in command.overrides:
+            refuse_secret(override)
         names = [a for a in arguments[:start] if a not in command.overrides]
     folder = options.get("conf_dir")
     paths = [_in_folder(name, folder) if folder else find_recipe(name) for name in names]

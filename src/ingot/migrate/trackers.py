@@ -44,12 +44,13 @@ def put_foundry_trackers(t: Translation) -> None:
 
 
 def native_override_of(key: str, value: str) -> list[str] | None:
-    """An override of a tracker in LLM Foundry's words as one of a native recipe; None if it is something else."""
+    """An override of a tracker in LLM Foundry's words as one of a native recipe; None if it is something else, or has
+    no counterpart."""
     section, _, rest = key.removeprefix("loggers.").partition(".")
     if not key.startswith("loggers.") or section not in FOUNDRY_FIELDS:
         return None
     ours, fields = FOUNDRY_FIELDS[section]
-    return [f"loggers.{ours}.{field}={value}" for field, theirs in fields.items() if theirs == rest]
+    return [f"loggers.{ours}.{field}={value}" for field, theirs in fields.items() if theirs == rest] or None
 
 
 def put_neox_trackers(t: Translation) -> None:

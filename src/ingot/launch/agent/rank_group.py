@@ -6,7 +6,6 @@ answers, so it is reported as left and the others go on without it.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import fcntl
 import os
@@ -33,6 +32,7 @@ from ingot.launch.agent.failure import FAILURE_VARIABLE, Failure, read_failure, 
 from ingot.launch.agent.hang_diagnosis import dump_stacks, innermost, process_state
 from ingot.launch.agent.local_ranks import Node
 from ingot.launch.agent.node_state import FOLDER_SECONDS, NodeWatch
+from ingot.launch.child_process import end_with_parent
 from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor.records import Phase
@@ -60,7 +60,6 @@ TEMPORARY, LOCK = "ingot-launch-", "lock"
 KILL_SECONDS = 10.0  # for killed ranks to disappear
 KILL_POLL_SECONDS = 0.02
 KEEP_SECONDS = 2.0  # for the shared disk to take a few stacks
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # before a fork: other threads may hold locks
 
 
 @dataclass(frozen=True)
@@ -284,9 +283,3 @@ def _listen() -> socket.socket:
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
     return listener
-
-
-def end_with_parent() -> None:
-    """In a new process, before it runs: end it when the thread that started it ends, with its launcher (Linux)."""
-    if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ingot.launch.agent.rank_group import end_with_parent
+from ingot.launch.child_process import end_with_parent
 from ingot.launch.preflight.transport import chosen_transport, log_to
 
 CPU_BYTES, GPU_BYTES = 4 << 20, 256 << 20  # what is reduced

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from ingot.launch.child_process import end_with_parent
+
 SUPERVISOR = "ingot.launch.supervisor.main"
 MAX_RESTARTS = 3  # the supervisor has its own budget; this one is for a supervisor that is killed before it can read it
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -33,7 +35,8 @@ def main(command: Sequence[str]) -> int:
         signal.signal(number, pass_on)
     code = 0
     for restart in range(MAX_RESTARTS + 1):
-        process = subprocess.Popen(command)
+        # it must not outlive the job, which ends with this process
+        process = subprocess.Popen(command, preexec_fn=end_with_parent)
         running[:] = [process]
         for early in passed_on:  # it came while the process was being started
             process.send_signal(early)

@@ -10,6 +10,7 @@ import hmac
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from ingot.launch.messages import (
 )
 
 AUTHENTICATION_SECONDS = 10.0
+HELLO_BYTES = 1 << 16  # what somebody may send who has not shown the token
+MOST_STRANGERS = 64  # connections without it, beyond one for each node
 BACKLOG = 4096
 KEEP_ALIVE = (5, 5, 4)
 
@@ -117,7 +120,9 @@ class AgentServer:
         """When connections broke."""
         self.events: asyncio.Queue[AgentEvent] = asyncio.Queue()
         self.arrived = asyncio.Condition()
-        self.refused: list[str] = []
+        self.refused: deque[str] = deque(maxlen=1)
+        """Why an agent was turned away last."""
+        self._strangers = 0
         self.on_signal: Callable[[str, int], None] = lambda node, number: None
         """Called at once, whatever the phase, when somebody has sent an agent a signal to stop."""
         self._server: asyncio.Server | None = None
@@ -125,7 +130,7 @@ class AgentServer:
 
     async def listen(self, host: str | None = None, port: int = 0) -> int:
         """Returns the port; 0 takes one that is free."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_LINE_BYTES, backlog=BACKLOG,
+        self._server = await asyncio.start_server(self._serve, host, port, limit=HELLO_BYTES, backlog=BACKLOG,
                                                   family=socket.AF_INET)  # fmt: skip
         return int(self._server.sockets[0].getsockname()[1])
 
@@ -172,10 +177,10 @@ class AgentServer:
             connection = writer.get_extra_info("socket")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(connection, *KEEP_ALIVE)
-            async with asyncio.timeout(AUTHENTICATION_SECONDS):
-                hello = await self._authenticate(reader, writer)
+            hello = await self._meet(reader, writer)
             if hello is None:
                 return
+            reader._limit = MAX_LINE_BYTES  # type: ignore[attr-defined]  # asyncio has no public name for it
             link = AgentLink(hello, reader, writer)
             await self._add(link)
             await link.read(self.events, self.on_signal)
@@ -191,6 +196,17 @@ class AgentServer:
             self._tasks.discard(task)
             with suppress(OSError, RuntimeError):
                 writer.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello | None:
+        """Only so many at a time: strangers must not use up this process's memory and files."""
+        if self._strangers >= MOST_STRANGERS + len(self.nodes):
+            return None
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(AUTHENTICATION_SECONDS):
+                return await self._authenticate(reader, writer)
+        finally:
+            self._strangers -= 1
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Hello | None:
         nonce = secrets.token_hex(16)
@@ -217,11 +233,12 @@ class AgentServer:
         if not isinstance(hello, Hello):
             return "the first message must be a hello"
         if not hmac.compare_digest(agent_proof(self.token, nonce, hello).encode(), hello.proof.encode()):
-            return f"{hello.node!r} does not know the job's token"
+            return f"{hello.node[:64]!r} does not know the job's token"
         if (hello.launch, hello.start) != (self.launch, self.start):
-            return f"{hello.node} belongs to {hello.launch} {hello.start}, and this is {self.launch} {self.start}"
+            theirs = f"{hello.launch[:256]} {hello.start[:64]}"
+            return f"{hello.node[:64]} belongs to {theirs}, and this is {self.launch} {self.start}"
         if hello.node not in self.nodes:
-            return f"{hello.node} is not a node of this job"
+            return f"{hello.node[:64]} is not a node of this job"
         return ""
 
     async def _add(self, link: AgentLink) -> None:
