@@ -24,6 +24,7 @@ from ingot.launch.monitor.run_state import Facts, describe
 from ingot.launch.monitor.status import Status, read_status
 from ingot.launch.monitor.stop import stop_run
 from ingot.launch.protocol import LaunchFolder
+from ingot.launch.register import register_train
 from ingot.launch.supervisor.history import read_history
 from ingot.launch.supervisor.progress import who_asked
 from ingot.launch.supervisor.records import Cause, Excluded, PhaseBegan, StopRequested
@@ -160,6 +161,36 @@ def test_a_suspended_job_is_not_running_although_its_processes_live(
     assert read_status(run).next.endswith("; a stop was asked for: it stops after it has been resumed")
     slurm(tmp_path, monkeypatch, f"7|SIGNALING|{run}/launch/job.sh|N/A|None")
     assert read_status(run).state == "stopping"
+
+
+def test_while_slurm_cleans_up_a_job_it_is_neither_queued_nor_in_the_way_of_stop(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is queued again after that is not known."""
+    job = start()
+    job.open()
+    job.add(StopRequested(time=job.now(), reason="signal", detail="SIGTERM"))
+    ending = [JobState("7", "COMPLETING")]
+    assert describe(facts(job, jobs=ending, owner=OWNER)).state == "stopping"  # it has KillWait to save
+    job.close(Cause("stopped", "saved"), steps=5)
+    write(run, job)
+    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    line = f"7|COMPLETING|{run}/launch/job.sh|N/A|None"
+    slurm(tmp_path, monkeypatch, line)
+    status = read_status(run)
+    assert (status.state, status.warnings) == ("ending: job 7 is being cleaned up by Slurm", [])
+    assert status.next == "a moment later it can be continued, unless Slurm queues it again by itself"
+    with pytest.raises(ConfigError, match=r"job: 7: COMPLETING; wait until Slurm has cleaned up after it, then try"):
+        register_train(run)
+    assert "Slurm cleans up after it; if that queues it again, it will end when it starts" in stop_run(run, now=False)
+    slurm(tmp_path, monkeypatch, line + f"\\n7_2|PENDING|{run}/launch/job.sh|N/A|None")  # the next of its chain
+    assert read_status(run).next.startswith("job 7_2 is PENDING") and "job 7_2: PENDING" in stop_run(run, now=False)
+    with pytest.raises(ConfigError, match=r"job: 7_2: PENDING; stop it first"):
+        register_train(run)
+    job = start(spares=0)
+    job.open()
+    assert job.close(Cause("device", "Xid 79", "n1", is_local=True)) == "requeue"
+    assert describe(facts(job, jobs=ending)).next.startswith("a moment later it is queued again: without n1 too few")
 
 
 @pytest.mark.parametrize(

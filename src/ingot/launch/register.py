@@ -58,8 +58,9 @@ def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[No
         if states is None:
             gone = f"if its cluster is gone, remove it from {launch.path}/jobs.jsonl"
             raise ConfigError(f"cannot tell whether a job of {run} still runs: the cluster does not answer; {gone}")
-        if living := [str(job) for job in states if job.is_living]:
+        if living := sorted((job for job in states if job.is_living), key=lambda job: job.is_ending):
             end = f"stop it first with `ingot stop {run}`, which saves, or end it at once with `ingot stop --now {run}`"
+            end = "wait until Slurm has cleaned up after it, then try again" if living[0].is_ending else end
             raise ConfigError(f"{run} already has a job: {living[0]}; {end}")
         owner = living_owner(run)
         if owner is not None and waits_for_owner and owner.host != socket.gethostname():

@@ -26,6 +26,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
          "PREEMPTED", "REVOKED")  # fmt: skip
 RUNNING = ("RUNNING", "SIGNALING")  # the second for a moment, while Slurm delivers a signal
 SUSPENDED = ("SUSPENDED", "STOPPED")
+ENDING = "COMPLETING"  # cancelled or at its end: its processes have some seconds to save, then its nodes are cleaned
 _CLOCK_SECONDS = 2.0  # by which a process may seem younger than its line in jobs.jsonl
 _ENTRY_SECONDS = 600.0  # from the start of a local launcher to that line
 
@@ -56,6 +57,11 @@ class JobState:
     def is_suspended(self) -> bool:
         """Whether its processes live, and stand still until somebody resumes it."""
         return self.state in SUSPENDED
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether Slurm ends it or cleans up after it; whether it is queued again then, is not known yet."""
+        return self.state == ENDING
 
     def __str__(self) -> str:
         return f"{self.id}: {self.state}" + (f" ({self.reason})" if self.reason and self.is_living else "")

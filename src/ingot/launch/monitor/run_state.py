@@ -75,6 +75,21 @@ class Facts:
         return next((job for job in self.living if job.is_suspended), None)
 
     @property
+    def ending(self) -> JobState | None:
+        """The job that Slurm cleans up, if there is no other one."""
+        return self.living[-1] if self.living and all(job.is_ending for job in self.living) else None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the owner's ranks are at work: its lease outlives them for a minute, and those of a job that is
+        suspended stand still."""
+        if self.owner is None or self.suspended is not None:
+            return False
+        if any(job.is_running for job in self.living) or not any(job.is_ending for job in self.living):
+            return True
+        return self.history.open is not None and self.history.stop is not None  # Slurm lets them save
+
+    @property
     def ends_soon(self) -> bool:
         """Whether somebody asked for a stop that the run has not come to yet."""
         stop = self.history.stop
@@ -96,7 +111,7 @@ def describe(facts: Facts) -> RunState:
     end = launch_end(facts.history)
     if facts.finished or (end is not None and end.action == "finish"):
         return RunState("finished", facts.finished or (end.time if end else ""))
-    if facts.owner is not None and facts.suspended is None:  # its lease outlives it for a minute
+    if facts.is_training:
         return _training(facts)
     stop = facts.history.stop
     if end is not None and end.action == "stop" and stop is not None and stop.reason not in LAUNCH_ENDING_STOPS:
@@ -112,7 +127,7 @@ def describe(facts: Facts) -> RunState:
     if any(job.is_running for job in facts.living):
         return _training(facts) if facts.verb == "prepare" else _between(facts)
     if facts.living:
-        return _queued(facts)
+        return _queued(facts) if facts.ending is None else _ending(facts.ending, facts.history)
     return _gone(facts)
 
 
@@ -167,7 +182,7 @@ def _queued(facts: Facts) -> RunState:
     if (job := facts.suspended) is not None:
         then = "; a stop was asked for: it stops after it has been resumed" if facts.ends_soon else ""
         return RunState("suspended", "", f"{_waits(job)}; whoever suspended it can resume it{then}")
-    job = next((job for job in facts.living if not _is_held(job)), facts.living[0])
+    job = next((job for job in facts.living if not _is_held(job) and not job.is_ending), facts.living[0])
     last = facts.history.judgments[-1] if facts.history.judgments else None
     since = last.time if last is not None else facts.history.launched.time if facts.history.launched else ""
     waits = _waits(job)
@@ -175,6 +190,14 @@ def _queued(facts: Facts) -> RunState:
     if _is_held(job):
         return RunState("held", since, f"{waits}{again}", _release(job))
     return RunState("queued", since, f"{waits}{again}")
+
+
+def _ending(job: JobState, history: History) -> RunState:
+    last = history.judgments[-1] if history.judgments and history.open is None else None
+    then = "it can be continued, unless Slurm queues it again by itself"
+    if last is not None and last.action == "requeue":
+        then = f"it is queued again: {last.reason}"
+    return RunState(f"ending: job {job.id} is being cleaned up by Slurm", "", f"a moment later {then}")
 
 
 def _ended(facts: Facts, end: Judged) -> RunState:

@@ -236,9 +236,13 @@ def _finished(run: Path) -> str:
         return ""
 
 
+def _has_nodes(job: JobState) -> bool:
+    return job.is_running or job.is_suspended or job.is_ending
+
+
 def _is_orphan(owner: LivingOwner, jobs: list[JobState] | None) -> bool:
     """A process of a job that has ended, for example on a node that was cut off."""
-    if not owner.job or jobs is None or any(job.is_running or job.is_suspended for job in jobs):
+    if not owner.job or jobs is None or any(_has_nodes(job) for job in jobs):
         return False
     return any(job.id == owner.job for job in jobs) or has_ended(owner.job)
 

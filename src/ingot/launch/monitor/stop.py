@@ -6,7 +6,7 @@ import socket
 from datetime import datetime
 from pathlib import Path
 
-from ingot.launch.monitor.job_states import RUNNING, SUSPENDED, end_jobs, is_living
+from ingot.launch.monitor.job_states import ENDING, RUNNING, SUSPENDED, end_jobs, is_living
 from ingot.launch.monitor.status import Status, read_status
 from ingot.training.runtime.run_files import STOP
 
@@ -15,7 +15,7 @@ def stop_run(run: Path, now: bool) -> str:
     """Ask a run to stop (the file STOP is looked for once a second), or end its jobs now; returns what was done."""
     status = read_status(run)
     waiting = [job for job, state in status.jobs.items() if is_living(state)]
-    if (status.over or status.state == "never started") and not waiting:
+    if (status.over or status.state == "never started") and all(status.jobs[job] == ENDING for job in waiting):
         return _nothing_to_stop(run, status)
     asked = datetime.now().astimezone().isoformat(timespec="seconds")
     # keeps the rest of a chain from starting, too
@@ -28,11 +28,14 @@ def stop_run(run: Path, now: bool) -> str:
 
 
 def _asked_while_it_waits(run: Path, status: Status, waiting: list[str]) -> str:
-    job = next((job for job in waiting if status.jobs[job] in SUSPENDED), waiting[0])  # before the rest of its chain
+    # before the rest of its chain, or before what Slurm cleans up
+    job = min(waiting, key=lambda job: (status.jobs[job] not in SUSPENDED, status.jobs[job] == ENDING))
     why = f" ({status.waits_for[job]})" if job in status.waits_for else ""
     now = f"`ingot stop --now {run}`"
     if status.jobs[job] in SUSPENDED:
         then = f"it stops after it has been resumed; {now} ends it at once, without saving"
+    elif status.jobs[job] == ENDING:
+        then = "Slurm cleans up after it; if that queues it again, it will end when it starts"
     else:
         then = f"it will end when it starts; {now} takes it out of the queue"
     return f"job {job}: {status.jobs[job]}{why}: {then}"
