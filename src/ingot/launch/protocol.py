@@ -15,6 +15,7 @@ Files of the launch folder, RUN/launch/:
 | spec.json | `ingot launch` | supervisor, agents, status, resume | the launch spec, mode 0600 | until the next launch |
 | job.sh, array.sh, last.sh | `ingot launch slurm` | sbatch | job scripts | until the next launch |
 | jobs.jsonl | `ingot launch`, `ingot train` | status, stop, resume, logs | a line per submitted job | the run's |
+| submitting | `ingot launch slurm` | the next launch | empty: jobs.jsonl may lack a job | while submitting |
 | .lock | the same | the same | empty; locked while submitting | the run's |
 | state.jsonl | the same, then supervisor | supervisor, status, logs | every step of every launch | the run's |
 | shares/K/state.jsonl | supervisor of a share | the same, status | the same, of a share of a preparation | the run's |
@@ -91,7 +92,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ingot.storage.json_lines import read_json_lines
+import msgspec
+
+from ingot.errors import ConfigError
+from ingot.storage.atomic import sync
+from ingot.storage.small_files import move_away, read_bytes
 from ingot.training.runtime.run_files import STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
@@ -105,7 +110,8 @@ NODE_RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "NODE_RANK", "PET
 EXIT_NEW_PODS = 138
 
 _JOBS, _HALT, _RESULT, _LOST = "jobs.jsonl", "HALT", "code", "down"
-_OUTPUT, _FILES = "output", "files"
+_OUTPUT, _FILES, _SUBMITTING = "output", "files", "submitting"
+_BACK_END = re.compile(rf"slurm|{LOCAL}|{TRAIN}|kubernetes/[^/]+/[^/]+")
 
 
 @dataclass(frozen=True)
@@ -147,12 +153,42 @@ class LaunchFolder:
 
     def add_job(self, back_end: str, job: str) -> None:
         entry = Job(back_end, job, datetime.now().isoformat(timespec="seconds"))
-        with (self.path / _JOBS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
+        with (self.path / _JOBS).open("a+b") as file:
+            file.seek(0)
+            whole, newline, torn = file.read().rpartition(b"\n")
+            if torn and _job_of(torn) is None:  # of a launcher that a power cut has ended
+                file.truncate(len(whole) + len(newline))
+                torn = b""
+            file.write((b"\n" if torn else b"") + json.dumps(asdict(entry)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.path)
 
     def jobs(self) -> list[Job]:
-        """Submitted jobs, oldest first."""
-        return [Job(**line) for line in read_json_lines(self.path / _JOBS)]
+        """Submitted jobs, oldest first. What comes after the last newline was perhaps never complete."""
+        path = self.path / _JOBS
+        try:
+            *lines, torn = read_bytes(path).split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; see whether its disk is there") from None
+        jobs = [_job_of(line) for line in lines]
+        if None in jobs:
+            then = (
+                f"end the jobs that it names, then move it away with `{move_away(path)}`: they are not seen without it"
+            )
+            raise ConfigError(f"line {jobs.index(None) + 1} of {path} is not a job of the launcher; {then}")
+        return [job for job in [*jobs, _job_of(torn)] if job is not None]
+
+    @property
+    def submitting(self) -> Path:
+        """There while Slurm may have a job that `jobs` does not know."""
+        return self.path / _SUBMITTING
+
+    def begin_submission(self) -> None:
+        self.submitting.touch()
+        sync(self.path)
 
     def keep_files(self, files: Mapping[str, str]) -> None:
         """Keep the config files that travel with a Kubernetes job."""
@@ -219,6 +255,16 @@ class LaunchFolder:
 
     def slurm_logs(self) -> list[Path]:
         return sorted(self.path.glob("slurm-*.out"))
+
+
+def _job_of(line: bytes) -> Job | None:
+    """The job that a line names; None if it cannot be read."""
+    try:
+        job = msgspec.json.decode(line, type=Job)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    is_known = _BACK_END.fullmatch(job.back_end) and (job.id.isdecimal() or "/" in job.back_end)
+    return job if is_known else None
 
 
 def folder_of_output(text: str) -> Path | None:

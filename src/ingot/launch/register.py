@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ingot.errors import ConfigError, disk_error
-from ingot.launch.monitor.job_states import has_ended, job_states
+from ingot.launch.monitor.job_states import has_ended, is_living, job_states
 from ingot.launch.monitor.owner import living_owner
 from ingot.launch.protocol import LOCAL, TRAIN, LaunchFolder
+from ingot.launch.slurm.queue import SCRIPTS, jobs_of_folder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.state_file import STATE, read_state
 
@@ -54,6 +55,9 @@ def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[No
     """Refuse a second job of a run; of two launchers at the same moment, the second finds the job of the first."""
     run = launch.run
     with launch.lock():
+        if not _add_lost_jobs(launch):
+            killed = "cannot tell whether Slurm has taken a job whose launcher was killed: it does not answer"
+            raise ConfigError(f"{run}: {killed}; if its cluster is gone, remove {launch.submitting}")
         states = job_states(run)
         if states is None:
             gone = f"if its cluster is gone, remove it from {launch.path}/jobs.jsonl"
@@ -69,3 +73,19 @@ def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[No
             then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"
             raise ConfigError(f"{run} is in use by {owner}; {then}")
         yield
+
+
+def _add_lost_jobs(launch: LaunchFolder) -> bool:
+    """Note jobs that Slurm has taken though their launcher was killed before it could write that down. Returns False
+    if there may be one and Slurm does not answer."""
+    if not any((launch.path / script).exists() for script in SCRIPTS):
+        return True
+    found = jobs_of_folder(launch.path)
+    if found is None:
+        return not launch.submitting.exists()
+    known = {job.id for job in launch.jobs()}
+    living = {job.id.partition("_")[0] for job in found if is_living(job.state)}
+    for job in sorted(living - known, key=int):
+        launch.add_job("slurm", job)
+    launch.submitting.unlink(missing_ok=True)
+    return True

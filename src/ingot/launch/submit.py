@@ -13,14 +13,15 @@ from ingot.launch.build_spec import strikes
 from ingot.launch.image import expected_sum
 from ingot.launch.kubernetes import kubectl, objects
 from ingot.launch.measured_times import read_times
-from ingot.launch.protocol import TRAIN, LaunchFolder
+from ingot.launch.protocol import LOCAL, TRAIN, LaunchFolder
 from ingot.launch.register import only_job
 from ingot.launch.slurm.commands import cancel, submit
+from ingot.launch.slurm.queue import jobs_of_folder
 from ingot.launch.slurm.script import render_scripts
 from ingot.launch.spec import LaunchSpec, make_spec, read_spec
 from ingot.launch.supervisor.failure_log import mark_start
 from ingot.launch.supervisor.records import Launched
-from ingot.launch.supervisor.state_file import STATE, StateFile, now
+from ingot.launch.supervisor.state_file import STATE, StateFile, now, read_state
 from ingot.training.runtime.run_files import FAILURES, FINISHED
 
 
@@ -41,16 +42,20 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
         record = Launched(time=now(), launch=objects.new_launch_id(), back_end="slurm", nodes=spec.nodes,
                           spares=spec.spares, chain=spec.chain)  # fmt: skip
         with _recorded(record, launch, leftovers):  # first: the job may start at once
+            launch.begin_submission()
             try:
                 for script in scripts:
                     after = [f"--dependency=afterok:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
                     ids.append(submit(script, after, hidden))
-            except IngotError:
+            except IngotError as error:
                 for job in ids:
                     cancel(job)
+                if isinstance(error, ConfigError) or jobs_of_folder(launch.path) == []:
+                    launch.submitting.unlink()  # otherwise Slurm may have taken one without an answer
                 raise
         for job in ids:
             launch.add_job("slurm", job)
+        launch.submitting.unlink()
     return ",".join(ids)
 
 
@@ -105,7 +110,7 @@ def spec_to_resume(
     exclude, use: nodes to leave out in addition, and nodes to use in spite of their failures
     """
     launch = LaunchFolder(run)
-    spec, jobs = read_spec(launch.spec_file), [job for job in launch.jobs() if job.back_end != TRAIN]
+    spec, back_end = read_spec(launch.spec_file), _back_end(launch)
     if not (Path(spec.run_folder).exists() and Path(spec.run_folder).samefile(run)):
         again = f"move it back, or launch it again with save_folder={run}"
         raise ConfigError(f"{run} was launched as {spec.run_folder}; {again}")
@@ -113,4 +118,16 @@ def spec_to_resume(
     changes: dict[str, Any] = {"exclude": sorted({*spec.exclude, *strikes(run), *exclude} - set(use))}
     changes |= {"signal_seconds": seconds} if spec.verb == "train" else {}
     changes |= {"time": time} if time is not None else {}
-    return make_spec(spec.model_dump() | changes), jobs[-1].back_end if jobs else "slurm"
+    return make_spec(spec.model_dump() | changes), back_end
+
+
+def _back_end(launch: LaunchFolder) -> str:
+    """What a run was last launched on."""
+    if jobs := [job.back_end for job in launch.jobs() if job.back_end != TRAIN]:
+        return jobs[-1]
+    records = read_state(launch.path / STATE)  # its launcher was killed before it noted its job
+    launched = [record.back_end for record in records if isinstance(record, Launched)]
+    if launched and launched[-1] in ("slurm", LOCAL):
+        return launched[-1]
+    again = "launch it again with the command that it was launched with"
+    raise ConfigError(f"{launch.path} does not say what {launch.run} was launched on: it names no job; {again}")

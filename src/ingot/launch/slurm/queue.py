@@ -1,5 +1,6 @@
 """What Slurm says about jobs."""
 
+import os
 import pwd
 import re
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from ingot.errors import IngotError
 from ingot.launch.programs import output_of
 
+SCRIPTS = ("job.sh", "array.sh", "last.sh")
 _FIELDS = {"JOBID": "%i", "STATE": "%T", "COMMAND": "%o", "END_TIME": "%e", "REASON": "%r", "NUMBER": "%A"}
 
 MEANINGS = {
@@ -50,7 +52,17 @@ class QueuedJob(NamedTuple):
 def queued_jobs(jobs: Sequence[str]) -> list[QueuedJob] | None:
     """The jobs, with array elements one by one; without those that Slurm has forgotten. None if Slurm cannot be
     reached, is not on this machine, or prints nothing at all."""
-    options = [f"--jobs={','.join(jobs)}", f"--format={'|'.join(_FIELDS.values())}"]
+    return _ask(f"--jobs={','.join(jobs)}")
+
+
+def jobs_of_folder(launch: Path) -> list[QueuedJob] | None:
+    """The jobs of this user that run a script of a launch folder. None as above."""
+    found = _ask(f"--user={os.getuid()}")
+    return None if found is None else [job for job in found if _runs_script_in(job.command, launch)]
+
+
+def _ask(which: str) -> list[QueuedJob] | None:
+    options = [which, f"--format={'|'.join(_FIELDS.values())}"]
     try:
         found = output_of(["squeue", "--array", "--states=all", *options]).splitlines()
     except IngotError as error:  # of several forgotten jobs, it prints the header only
@@ -69,15 +81,19 @@ def explain(job: QueuedJob) -> str:
 def belongs_to(job: QueuedJob, launch: Path) -> bool:
     """Whether a job runs a script of this folder. A cluster that was set up again starts with the same numbers, so a
     job may be somebody else's. A script that cannot be seen from here counts as this folder's."""
-    script = Path(job.command)
-    if not job.command.startswith("/") or script.parent == launch:
+    return not job.command.startswith("/") or _runs_script_in(job.command, launch, if_unseen=True)
+
+
+def _runs_script_in(command: str, launch: Path, if_unseen: bool = False) -> bool:
+    script = Path(command)
+    if script.parent == launch:
         return True
-    if script.name not in ("job.sh", "array.sh", "last.sh") or script.parent.name != launch.name:
+    if script.name not in SCRIPTS or script.parent.name != launch.name:
         return False
     try:
         return script.parent.samefile(launch)
     except OSError:
-        return True
+        return if_unseen
 
 
 def _parse(line: str) -> QueuedJob:

@@ -9,12 +9,10 @@ stays in memory and is tried again with the next record.
 import asyncio
 import errno
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +20,7 @@ import msgspec
 
 from ingot.errors import IngotError
 from ingot.launch.supervisor.records import Launched, Record
+from ingot.storage.small_files import move_away
 
 STATE, RESERVE, EPOCHS = "state.jsonl", "reserve", "epochs"
 RESERVE_BYTES = 1 << 20
@@ -85,12 +84,6 @@ def _parse(path: Path, content: bytes) -> list[Any]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DamagedState(path, f"line {number} is not a record of the launcher ({error})") from None
     return records
-
-
-def move_away(path: Path) -> str:
-    """The command that keeps a damaged file under a name that is free."""
-    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
-    return shlex.join(["mv", str(path), str(next(name for name in names if not name.exists()))])
 
 
 class StateFile:
