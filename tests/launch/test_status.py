@@ -364,6 +364,10 @@ def test_requeues_and_cancellation_are_shown(run: Path, tmp_path: Path, monkeypa
     status = read_status(run)
     text = "\n".join(status.lines())
     assert "job 7: CANCELLED, started again 2 times" in text and status.job_starts == {"7": 3}
+    job.restart -= 1
+    job.start()  # the supervisor alone was killed: the job did not start again
+    write(run, job)
+    assert read_status(run).job_starts == {"7": 3}
     assert status.cancelled_by == "root" and "job 7 was cancelled by root" in text
     assert [a.kind for a in status.attempt_list] == ["supervisor", "supervisor", ""]
 
@@ -470,6 +474,7 @@ def test_after_damage_to_the_state_file_the_advice_works(
     assert status.state == "not running" and "state.jsonl is damaged" in status.warnings[0]
     assert status.next == f"nothing by itself; after the command below, `ingot launch resume {run}` continues"
     assert status.advice == f"mv {state} {state}.damaged1"
+    assert stop_run(run, now=False).endswith(f"; after `{status.advice}`, `ingot launch resume {run}` continues it")
     subprocess.run(shlex.split(status.advice), check=True)
     assert (run / "launch" / "state.jsonl.damaged1").read_text() == damaged
     assert read_status(run).advice == f"ingot launch resume {run}" and not read_status(run).warnings

@@ -41,6 +41,7 @@ from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, ST
 
 TAIL_BYTES = 200_000  # of the metrics, in which the last row with a loss is
 SHOWN = 5  # attempts or failures
+AFTER = "after the command below, "
 OVER = ("finished", "halted", "stopped", "stopped by the file STOP", "not running")
 
 
@@ -225,7 +226,7 @@ def _despite(problem: StateProblem, state: RunState, facts: Facts) -> RunState:
     if not problem.command or not Status(state.state).over or facts.finished:
         return state
     again = f"`{facts.resume}`" if facts.has_spec else "the command that started the run"
-    then = f"nothing by itself; after the command below, {again} continues"
+    then = f"nothing by itself; {AFTER}{again} continues"
     return RunState(state.state, state.since, then, problem.command)
 
 
@@ -269,11 +270,16 @@ def _stop(history: History) -> dict[str, str]:
 
 
 def _starts(launches: list[LaunchView]) -> dict[str, int]:
-    starts: dict[str, int] = {}
+    """On Slurm, a supervisor that was killed is started again in the same start of its job. (Not every object of
+    Kubernetes counts its starts.)"""
+    counted: dict[str, list[int]] = {}
     for view in launches:
+        is_slurm = view.history.launched is not None and view.history.launched.back_end == "slurm"
         for started in view.history.starts:
-            starts[started.job] = starts.get(started.job, 0) + 1
-    return starts
+            restarts = counted.setdefault(started.job, [])
+            if not is_slurm or started.restart not in restarts:
+                restarts.append(started.restart)
+    return {job: len(restarts) for job, restarts in counted.items()}
 
 
 def _stopped(run: Path) -> str:

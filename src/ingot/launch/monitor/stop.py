@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ingot.launch.monitor.job_states import ENDING, RUNNING, SUSPENDED, end_jobs, is_living
-from ingot.launch.monitor.status import Status, read_status
+from ingot.launch.monitor.status import AFTER, Status, read_status
 from ingot.training.runtime.run_files import STOP
 
 
@@ -45,5 +45,7 @@ def _nothing_to_stop(run: Path, status: Status) -> str:
     if status.state == "finished":
         return f"{run} has finished already"
     state = "" if status.state == "not running" else f" ({status.state})"
-    again = f"`{status.advice}`" if status.advice else "the same command"
-    return f"{run} is not running{state}, so there is nothing to stop; {again} continues it"
+    again = f"`{status.advice}` continues" if status.advice else "the same command continues"
+    if AFTER in status.next:
+        again = f"after `{status.advice}`, {status.next.partition(AFTER)[2]}"
+    return f"{run} is not running{state}, so there is nothing to stop; {again} it"
