@@ -269,6 +269,10 @@ def test_whether_somebody_trains_does_not_depend_on_this_machines_clock(
     old = path.stat().st_mtime - 61
     os.utime(path, (old, old))
     assert living_owner(tmp_path) is None
+    monkeypatch.setattr("ingot.launch.monitor.owner.BEAT_SECONDS", 0.1)
+    future = path.stat().st_mtime + 3600
+    os.utime(path, (future, future))  # of a clock that was wrong: nobody touches it now
+    assert living_owner(tmp_path) is None
     own(tmp_path, host=os.uname().nodename)  # a process that is not there
     assert living_owner(tmp_path) is None
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -4,8 +4,10 @@ hold a lease for real, with shorter times."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +15,10 @@ from pathlib import Path
 import pytest
 from warm_process import WarmProcess
 
-from ingot.errors import EXIT_FAULT, FencedError, OwnerError
+from ingot.errors import EXIT_FAULT, FencedError, IngotError, OwnerError
 from ingot.training.runtime import lease
 from ingot.training.runtime.fence import AgentClock
-from ingot.training.runtime.lease import Lease
+from ingot.training.runtime.lease import Lease, clear_stop_request
 
 HOLD = """
 import sys, threading, time
@@ -173,3 +175,43 @@ def test_nothing_of_a_dead_owner_is_left(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
     held.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_an_owner_from_the_future_is_dead_if_it_does_not_touch_its_file(tmp_path: Path) -> None:
+    owner_elsewhere(tmp_path, None, age=-3600)
+    clear_stop_request(tmp_path)  # does not wait at all
+    began = time.monotonic()
+    Lease(tmp_path, expiry=0.5).release()
+    assert 0.4 <= time.monotonic() - began < 5
+    owner_elsewhere(tmp_path, None, age=-3600)
+    beat = threading.Timer(0.3, os.utime, [tmp_path / "owner.json"])
+    beat.start()
+    with pytest.raises(OwnerError, match="is in use by process 1 on elsewhere"):
+        Lease(tmp_path, expiry=5)
+    beat.join()
+
+
+def test_drafts_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"host": socket.gethostname(), "pid": 1 << 22, "started": "1"}
+    kept = {".owner.json.1": here | {"host": "elsewhere"}, ".owner.json.2": {}, ".owner.json.dead-3": here}
+    for name, owner in (kept | {".owner.json.4194304": here}).items():
+        (tmp_path / name).write_text(json.dumps(owner))
+    Lease(tmp_path).release()
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
+    monkeypatch.setattr(lease, "DRAFT_SECONDS", -1.0)
+    Lease(tmp_path).release()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"\xff", None])
+def test_what_is_no_owner_file_does_not_hold_up_the_owner(tmp_path: Path, content: bytes | None) -> None:
+    held = Lease(tmp_path)
+    (tmp_path / "owner.json").unlink()
+    if content is None:
+        os.mkfifo(tmp_path / "owner.json")
+    else:
+        (tmp_path / "owner.json").write_bytes(content)
+    with pytest.raises(IngotError):
+        held.confirm()
+    held.lost = True
+    held.release()

@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.training.runtime.lease import BEAT_SECONDS, EXPIRY_SECONDS
+from ingot.storage.small_files import read_text
+from ingot.training.runtime.lease import BEAT_SECONDS, EXPIRY_SECONDS, FUTURE_SECONDS
 from ingot.training.runtime.run_files import OWNER
 
 _POLL_SECONDS = 0.1
@@ -32,12 +33,13 @@ def living_owner(run: Path) -> LivingOwner | None:
     """The process that trains in a folder, if there is one."""
     path = run / OWNER
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         owner = LivingOwner(str(content["host"]), int(content["pid"]), str(content.get("job") or ""))
         if owner.host == socket.gethostname():
             return owner if start_ticks(owner.pid) == str(content["started"]) else None
         age = _age_seconds(path)
-        return owner if (_is_touched(path) if age is None else age < EXPIRY_SECONDS) else None
+        is_recent = _is_touched(path) if age is None or age < -FUTURE_SECONDS else age < EXPIRY_SECONDS
+        return owner if is_recent else None
     except (OSError, ValueError, KeyError, TypeError):  # it has just ended, or is being replaced
         return None
 

@@ -19,15 +19,19 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from ingot.errors import FencedError, OwnerError, disk_error
 from ingot.parallel.rank_env import ENDED_EPOCH, EPOCH
+from ingot.storage.small_files import read_bytes
 from ingot.training.runtime.fence import FENCE_SECONDS, end_process, end_when_silent
 from ingot.training.runtime.run_files import OWNER, STOP
 
 BEAT_SECONDS = 8.0  # a beat is four operations on the shared file system
 EXPIRY_SECONDS = 60.0
+FUTURE_SECONDS = 60.0  # a file touched later than that in the future has not been touched by a living owner
+DRAFT_SECONDS = 3600.0  # in which a process on another machine takes the folder or ends
 MARGIN_SECONDS = 2.0  # between the end of a silent owner and the moment when a higher epoch relies on it
 
 
@@ -44,9 +48,10 @@ class Lease:
         self.path, self.lost, self.epoch = run / OWNER, False, own_epoch()
         pid, job = os.getpid(), os.environ.get("SLURM_JOB_ID")
         owner = {"host": socket.gethostname(), "pid": pid, "started": _start_time(pid), "job": job}
-        self.content = json.dumps(owner | ({"epoch": self.epoch} if self.epoch else {}))
+        self.content = json.dumps(owner | ({"epoch": self.epoch} if self.epoch else {})).encode()
         try:
             self._acquire(expiry)
+            self._remove_drafts()
         except OSError as error:
             raise disk_error("write the run folder", run, error) from None
         self.ended = threading.Event()
@@ -75,7 +80,7 @@ class Lease:
         Without the file another process has owned the folder since, and has ended: a living owner never removes it.
         """
         try:
-            self.lost = self.lost or self.path.read_text() != self.content
+            self.lost = self.lost or read_bytes(self.path) != self.content
         except FileNotFoundError:
             self.lost = True
         except OSError as error:
@@ -84,7 +89,7 @@ class Lease:
 
     def _acquire(self, expiry: float) -> None:
         draft = self.path.with_name(f".{OWNER}.{os.getpid()}")
-        draft.write_text(self.content)
+        draft.write_bytes(self.content)
         try:
             for _ in range(3):
                 try:
@@ -106,6 +111,16 @@ class Lease:
             raise OwnerError(f"{self.path.parent} is being claimed by several runs at once; try again")
         finally:
             draft.unlink(missing_ok=True)
+
+    def _remove_drafts(self) -> None:
+        """Remove what processes left that were killed while they took the folder."""
+        now = self.path.stat().st_ctime  # just given its name, by the clock of the file system
+        for draft in self.path.parent.glob(f".{OWNER}.*"):
+            with suppress(OSError):
+                owner = _read(draft)
+                is_here = draft.suffix[1:].isdecimal() and owner.get("host") == socket.gethostname()
+                if (is_here and not _is_alive(owner, draft, 0)) or now - draft.stat().st_ctime > DRAFT_SECONDS:
+                    draft.unlink()
 
     def _outranks(self, owner: dict) -> bool:
         """Whether the owner belongs to an earlier attempt. A later one's presence ends this process: it is the one
@@ -142,7 +157,7 @@ class Lease:
     def _beat(self) -> None:
         while not self.ended.wait(BEAT_SECONDS):
             try:
-                if self.path.read_text() != self.content:
+                if read_bytes(self.path) != self.content:
                     self.lost = True
                     if self.epoch:
                         end_process(f"{self.path} is now of {_describe(_read(self.path))}")
@@ -159,7 +174,7 @@ class Lease:
         """Put the file back that somebody has deleted, if nobody else has."""
         draft = self.path.with_name(f".{OWNER}.{os.getpid()}")
         try:
-            draft.write_text(self.content)
+            draft.write_bytes(self.content)
             os.link(draft, self.path)
             self.last_beat = time.monotonic()
         except OSError:
@@ -186,7 +201,7 @@ def clear_stop_request(run: Path) -> None:
 
 def _read(path: Path) -> dict:
     try:
-        owner = json.loads(path.read_text())
+        owner = json.loads(read_bytes(path))
         return owner if isinstance(owner, dict) else {}
     except (OSError, ValueError):
         return {}
@@ -204,7 +219,8 @@ def _is_alive(owner: dict, path: Path, expiry: float) -> bool:
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".clock-") as now:
             touched = path.stat().st_mtime_ns
-            left = expiry - (os.stat(now.name).st_mtime_ns - touched) / 1e9
+            age = (os.stat(now.name).st_mtime_ns - touched) / 1e9
+        left = expiry - max(0.0, age)  # a time in the future, of a clock that was wrong, says nothing
         end = time.monotonic() + left
         while time.monotonic() < end:  # a living owner touches its file in this time
             time.sleep(0.2)
