@@ -152,6 +152,7 @@ def test_a_run_can_be_asked_to_stop_before_it_owns_its_folder(
     run = Run(data, tmp_path / "run", nproc=nproc)
     if not nproc:
         run.command = run.command[: run.command.index("--nproc")]
+        run.folder.mkdir()  # a new run of one process has no folder before it owns it
     run.command += ["max_duration=20000ba", "save_interval=20000ba", "loggers.samples=false"]
     run.start()
     run.wait(lambda: (run.folder / "launch" / "jobs.jsonl").exists())

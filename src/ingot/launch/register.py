@@ -40,8 +40,11 @@ def register_train(run: Path) -> None:
 
 
 def note_train(run: Path) -> None:
-    """Note that this process alone trains: until it owns the folder, `ingot stop` and `ingot status` could not see it.
-    A second one is refused by the folder's lease."""
+    """Note that this process alone continues a run: until it owns the folder, `ingot stop` and `ingot status` could not
+    see it. A second one is refused by the folder's lease. The folder of a new run is only created once nothing can be
+    refused any more."""
+    if not run.is_dir():
+        return
     launch = LaunchFolder(run)
     try:
         with launch.lock():
