@@ -104,7 +104,7 @@ def test_a_training_run_says_what_ends_it() -> None:
     phase(job, "running")
     found = describe(facts(job, owner=OWNER))
     assert found.state == "running" and found.since == job.records[-1].time
-    assert found.next == "before its time limit (2026-01-02T00:00:00) it saves, and it is queued again"
+    assert found.next == "before its time limit (2026-01-02 00:00:00) it saves, and it is queued again"
     phase(job, "saving")
     assert "it is saving now" in describe(facts(job, owner=OWNER)).next
     job.add(StopRequested(time=job.now(), reason="user", detail="ada@login1, 2026-01-01T10:00:00"))
@@ -136,6 +136,8 @@ def test_a_queued_job_says_why_it_waits_and_why_it_is_there_again() -> None:
                           "nodes are left; other nodes are needed")  # fmt: skip
     held = describe(facts(job, jobs=[JobState("7", "PENDING", "JobHeldAdmin: an administrator holds it")]))
     assert held.state == "held" and not held.advice
+    asked = describe(facts(job, jobs=[JobState("7", "SPECIAL_EXIT")], asked_to_stop=True))
+    assert asked.state == "held" and asked.next.endswith("; a stop was asked for: it ends when it starts")
     assert describe(facts(job, jobs=[JobState("7", "SPECIAL_EXIT")])).advice == "scontrol release 7"
     assert describe(facts(job, jobs=[JobState("7", "SUSPENDED")])).state == "suspended"
     assert describe(facts(job, jobs=None)).state.startswith("unknown")
@@ -272,7 +274,7 @@ def test_status_tells_the_whole_story_in_words_and_in_json(
     text = ingot_here("status", str(run)).stdout
     shown = [
         "state: running, since 20",
-        "next: before its time limit (2026-01-02T00:00:00) it saves, and it is queued again",
+        "next: before its time limit (2026-01-02 00:00:00) it saves, and it is queued again",
         "job 7: RUNNING",
         "attempts: 3, failures: 0",
         "7.0.1 on n1, n2, from batch 0 to 10: hang: rank 2 does not answer (rank 2, batch 14, node n2); then swap: the next",
@@ -419,6 +421,30 @@ def test_a_halted_run_keeps_its_cause_when_it_is_asked_to_stop(
     slurm(tmp_path, monkeypatch, f"7|PENDING|{run}/launch/job.sh|N/A|Dependency")  # the next job of its chain
     stop_run(run, now=False)
     assert (run / "STOP").exists()
+
+
+def test_a_run_that_was_stopped_has_one_piece_of_advice(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start()
+    job.open()
+    write(run, job)
+    (run / "stopped.json").write_text(json.dumps({"reason": "SIGTERM", "batch": 5, "total": 20}))
+    slurm(tmp_path, monkeypatch, f"7|CANCELLED|{run}/launch/job.sh|N/A|None")
+    status = read_status(run)
+    assert (status.stopped, status.advice) == ("stopped by SIGTERM at batch 5 of 20", f"ingot launch resume {run}")
+    assert "the same command" not in "\n".join(status.lines())
+
+
+def test_failures_of_earlier_launches_are_not_those_of_the_attempts(run: Path) -> None:
+    job = start()
+    job.open()
+    failure = {"time": "2026-01-01T00:00:00", "kind": "user", "attempt": "1", "rank": 0, "host": "n1", "batch": 3}
+    lines = [json.dumps({**failure, "message": text}) for text in ("no such file", "no such key")]
+    (run / "failures.jsonl").write_text("\n".join(lines) + "\n")
+    assert "attempts: 2, failures: 2" in read_status(run).lines()
+    write(run, job)
+    assert "attempts: 1, failures: 2 (in all launches)" in read_status(run).lines()
 
 
 def test_a_file_stop_does_not_hide_how_a_job_ended(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,13 +180,14 @@ def _between(facts: Facts) -> RunState:
 
 def _queued(facts: Facts) -> RunState:
     if (job := facts.suspended) is not None:
-        then = "; a stop was asked for: it stops after it has been resumed" if facts.ends_soon else ""
-        return RunState("suspended", "", f"{_waits(job)}; whoever suspended it can resume it{then}")
+        asked = "; a stop was asked for: it stops after it has been resumed" if facts.ends_soon else ""
+        return RunState("suspended", "", f"{_waits(job)}; whoever suspended it can resume it{asked}")
     job = next((job for job in facts.living if not _is_held(job) and not job.is_ending), facts.living[0])
     last = facts.history.judgments[-1] if facts.history.judgments else None
     since = last.time if last is not None else facts.history.launched.time if facts.history.launched else ""
     waits = _waits(job)
     again = f"; it was queued again: {last.reason}" if last is not None and last.action in ("requeue", "stop") else ""
+    again += "; a stop was asked for: it ends when it starts" if facts.ends_soon else ""
     if _is_held(job):
         return RunState("held", since, f"{waits}{again}", _release(job))
     return RunState("queued", since, f"{waits}{again}")
@@ -247,7 +248,8 @@ def _until_limit(facts: Facts) -> str:
         return ""
     chain = facts.history.launched is not None and facts.history.launched.chain > 1
     then = "the next job of the chain continues" if chain else "it is queued again"
-    return f"before its time limit ({ends[0]}) it saves, and {then}"
+    end = ends[0].replace("T", " ")
+    return f"before its time limit ({end}) it saves, and {then}"
 
 
 def _waits(job: JobState) -> str:

@@ -109,7 +109,9 @@ class Status:
             name = job if number == job else f"{job} (attempts {number}.*)"
             out.append(f"job {name}: {state}" + (f" ({self.waits_for[job]})" if job in self.waits_for else "")
                        + (f", started again {count_of(again, 'time')}" if again > 0 else ""))  # fmt: skip
-        out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}")
+        # attempts are those of the last launch, if it has records
+        of_all = " (in all launches)" if self.failures and self.attempt_list else ""
+        out.append(f"attempts: {self.attempts}, failures: {len(self.failures)}{of_all}")
         out += self._attempts()
         if self.nodes and not self.over:
             out.append(f"nodes: {names(self.nodes)}" + (f"; spare: {names(self.spares)}" if self.spares else ""))
@@ -182,7 +184,7 @@ def read_status(run: Path) -> Status:
     history = facts.history
     return Status(
         state=state.state, since=state.since, next=state.next, advice=state.advice,
-        stopped=_stopped(run) if state.state == "not running" else "", stop=_stop(history),
+        stopped=_stopped(run, state.advice) if state.state == "not running" else "", stop=_stop(history),
         cancelled_by=facts.cancelled_by, verb=verb, pieces=pieces_done(run) if verb == "prepare" else 0,
         checkpoint=facts.checkpoint, attempts=len(attempts) or _attempts(run, state.state), attempt_list=attempts,
         failures=read_all_failures(run), jobs={job.id: job.state for job in facts.jobs or ()},
@@ -282,8 +284,8 @@ def _starts(launches: list[LaunchView]) -> dict[str, int]:
     return {job: len(restarts) for job, restarts in counted.items()}
 
 
-def _stopped(run: Path) -> str:
-    """What the run wrote down when it stopped."""
+def _stopped(run: Path, advice: str = "") -> str:
+    """What the run wrote down when it stopped, and what continues it unless a command is advised anyway."""
     try:
         record = json.loads((run / STOPPED).read_text(encoding="utf-8"))
         reason, batch, total = str(record["reason"]), int(record["batch"]), int(record["total"])
@@ -291,6 +293,8 @@ def _stopped(run: Path) -> str:
         return ""
     by = {"SIGINT": "stopped by Ctrl-C", "SIGHUP": "stopped because its terminal was closed (SIGHUP)"}
     why = by.get(reason) or (f"stopped by {reason}" if reason.startswith("SIG") else f"stopped because {reason}")
+    if advice:
+        return f"{why} at batch {batch} of {total}"
     then = f"the same command continues from batch {batch} of {total}" if batch else "the same command starts over"
     return f"{why}; {then}"
 
