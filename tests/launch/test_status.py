@@ -16,7 +16,7 @@ from histories import Job, random_job
 from specs import put_on_path, spec
 
 from ingot.errors import ConfigError
-from ingot.launch.monitor.attempts import names, read_launches
+from ingot.launch.monitor.attempts import names, read_launches, view_of
 from ingot.launch.monitor.job_states import JobState
 from ingot.launch.monitor.logs import check_rank, error_lines
 from ingot.launch.monitor.owner import LivingOwner
@@ -69,13 +69,14 @@ def start(**values: int) -> Job:
 
 
 def facts(job: Job, **values: Any) -> Facts:
-    last = job.records[-1]
+    view = view_of("", job.records)
     values = {
         "jobs": [JobState("7", "RUNNING", end="2026-01-02T00:00:00")],
         "was_started": True,
         "checkpoint": job.step,
+        "trains_since": view.trains_since,
     } | values
-    return Facts(RUN, history=read_history(job.records), phase=last if isinstance(last, PhaseBegan) else None, **values)
+    return Facts(RUN, history=view.history, phase=view.phase, **values)
 
 
 OWNER = LivingOwner("n1", 3, "7")
@@ -105,8 +106,12 @@ def test_a_training_run_says_what_ends_it() -> None:
     found = describe(facts(job, owner=OWNER))
     assert found.state == "running" and found.since == job.records[-1].time
     assert found.next == "before its time limit (2026-01-02 00:00:00) it saves, and it is queued again"
+    since = found.since
     phase(job, "saving")
-    assert "it is saving now" in describe(facts(job, owner=OWNER)).next
+    found = describe(facts(job, owner=OWNER))
+    assert "it is saving now" in found.next and found.since == since
+    assert describe(facts(job)).since == since  # its owner's file cannot be seen
+    assert "before its time limit" in describe(facts(job, owner=OWNER, has_newer_batch=True)).next
     job.add(StopRequested(time=job.now(), reason="user", detail="ada@login1, 2026-01-01T10:00:00"))
     found = describe(facts(job, owner=OWNER))
     assert found.state == "stopping" and "(user, ada@login1, 2026-01-01T10:00:00)" in found.next
@@ -135,7 +140,7 @@ def test_a_queued_job_says_why_it_waits_and_why_it_is_there_again() -> None:
     assert found.next == ("job 7 is PENDING: Resources: it waits for free nodes; it was queued again: without n1 too few "
                           "nodes are left; other nodes are needed")  # fmt: skip
     held = describe(facts(job, jobs=[JobState("7", "PENDING", "JobHeldAdmin: an administrator holds it")]))
-    assert held.state == "held" and not held.advice
+    assert held.state == "held" and not held.advice and not held.since  # Slurm does not say since when
     asked = describe(facts(job, jobs=[JobState("7", "SPECIAL_EXIT")], asked_to_stop=True))
     assert asked.state == "held" and asked.next.endswith("; a stop was asked for: it ends when it starts")
     assert describe(facts(job, jobs=[JobState("7", "SPECIAL_EXIT")])).advice == "scontrol release 7"
@@ -421,6 +426,32 @@ def test_a_halted_run_keeps_its_cause_when_it_is_asked_to_stop(
     slurm(tmp_path, monkeypatch, f"7|PENDING|{run}/launch/job.sh|N/A|Dependency")  # the next job of its chain
     stop_run(run, now=False)
     assert (run / "STOP").exists()
+
+
+def test_a_run_that_broke_off_is_not_running_since_its_last_record(run: Path) -> None:
+    job = start()
+    job.open()
+    for name in ("running", "saving"):
+        phase(job, name)
+        assert describe(facts(job, jobs=[])).since == job.records[-1].time
+    job.add(StopRequested(time=job.now(), reason="signal", detail="SIGTERM"))
+    assert describe(facts(job, jobs=[])).since == job.records[-1].time
+
+
+def test_a_save_is_over_when_the_metrics_have_a_newer_batch(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The phase is written down every ten seconds at most."""
+    job = start()
+    job.open()
+    phase(job, "saving")
+    write(run, job)
+    slurm(tmp_path, monkeypatch, f"7|RUNNING|{run}/launch/job.sh|2026-01-02T00:00:00|None")
+    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    written = (run / "launch" / "state.jsonl").stat().st_mtime
+    for later, then in ((-1, "it is saving now"), (1, "before its time limit (2026-01-02 00:00:00)")):
+        os.utime(run / "metrics.jsonl", (written + later, written + later))
+        assert read_status(run).next.startswith(then)
 
 
 def test_a_run_that_was_stopped_has_one_piece_of_advice(

@@ -13,6 +13,7 @@ from ingot.launch.supervisor.records import Cause, Closed, Launched, Opened, Pha
 from ingot.launch.supervisor.state_file import STATE, DamagedState, current_launch, read_state
 
 UNDECIDED = "undecided"
+RANK_PHASES = ("running", "evaluating", "saving")
 
 
 @dataclass
@@ -78,6 +79,8 @@ class LaunchView:
     history: History
     phase: PhaseBegan | None
     records: list[Any]
+    trains_since: str = ""
+    """When the ranks of the open attempt began to train."""
 
 
 @dataclass
@@ -97,7 +100,7 @@ def read_launches(run: Path) -> tuple[list[LaunchView], StateProblem | None]:
         name = path.parent.name if path.parent != folder else ""
         try:
             if records := read_state(path):
-                views.append(LaunchView(name, read_history(records), _phase(records), records))
+                views.append(view_of(name, records))
         except IngotError as error:
             problem = StateProblem(str(error), error.command if isinstance(error, DamagedState) else "")
         except ValueError as error:  # the next launch begins a new account
@@ -105,6 +108,13 @@ def read_launches(run: Path) -> tuple[list[LaunchView], StateProblem | None]:
             views.append(LaunchView(name, History(launched), None, []))
             problem = StateProblem(f"{path} lacks records ({error}): what it says of the last launch is not shown")
     return views, problem
+
+
+def view_of(name: str, records: list[Any]) -> LaunchView:
+    """Raises ValueError as `read_history` does."""
+    phases = _phases(records)
+    trains_since = next((record.time for record in phases if record.phase in RANK_PHASES), "")
+    return LaunchView(name, read_history(records), phases[-1] if phases else None, records, trains_since)
 
 
 def attempts_of(view: LaunchView) -> list[AttemptView]:
@@ -145,13 +155,12 @@ def _culprit(cause: Cause, nodes: Sequence[str]) -> str:
     return UNDECIDED if cause.suspects or (cause.kind in ("hang", "lost") and len(nodes) > 1) else ""
 
 
-def _phase(records: Sequence[Any]) -> PhaseBegan | None:
-    """The last phase since the last attempt was opened or closed."""
-    last = current_launch(records)
-    found = None
-    for record in last:
+def _phases(records: Sequence[Any]) -> list[PhaseBegan]:
+    """Those since the last attempt was opened or closed."""
+    found: list[PhaseBegan] = []
+    for record in current_launch(records):
         if isinstance(record, PhaseBegan):
-            found = record
+            found.append(record)
         elif isinstance(record, Opened | Closed | Started):
-            found = None
+            found = []
     return found

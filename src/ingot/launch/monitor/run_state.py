@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from ingot.launch.monitor.advice import without_bad_advice
+from ingot.launch.monitor.attempts import RANK_PHASES
 from ingot.launch.monitor.job_states import JobState
 from ingot.launch.monitor.owner import LivingOwner
 from ingot.launch.supervisor.history import LAUNCH_ENDING_STOPS, LAUNCHER_GONE, History
@@ -58,6 +59,10 @@ class Facts:
     """The other machine that the launcher of a local run was started on."""
     has_spec: bool = False
     """Whether it can be launched again by its spec, also without records."""
+    trains_since: str = ""
+    """When the ranks of the open attempt began to train."""
+    has_newer_batch: bool = False
+    """Whether a batch has ended since the last phase was written down."""
 
     @property
     def resume(self) -> str:
@@ -123,7 +128,7 @@ def describe(facts: Facts) -> RunState:
             f"halted: {without_bad_advice(facts.halted) or 'see the failures'}", "", "nothing by itself", facts.resume
         )
     if facts.jobs is None:
-        return RunState("unknown: the cluster does not answer", _last_time(facts.history))
+        return RunState("unknown: the cluster does not answer", _last_time(facts))
     if any(job.is_running for job in facts.living):
         return _training(facts) if facts.verb == "prepare" else _between(facts)
     if facts.living:
@@ -146,8 +151,9 @@ def _training(facts: Facts) -> RunState:
             else "the run stops"
         )
         return RunState("stopping", stop.time if stop else "", f"it saves after this step, then {then}: {why}")
-    since = phase.time if phase is not None else facts.history.open.time if facts.history.open is not None else ""
-    if phase is not None and phase.phase in ("evaluating", "saving"):
+    opened = facts.history.open.time if facts.history.open is not None else ""
+    since = facts.trains_since or (phase.time if phase is not None else opened)
+    if phase is not None and phase.phase in ("evaluating", "saving") and not facts.has_newer_batch:
         return RunState("running", since, f"it is {phase.phase} now, then it goes on with the next batch")
     return RunState("running", since, _until_limit(facts))
 
@@ -164,12 +170,12 @@ def _between(facts: Facts) -> RunState:
             return RunState(f"waiting: {_cause(history)}", last.time, f"{again}; {last.reason}")
         if last.action in ("restart", "swap"):
             return RunState("restarting", last.time, f"attempt {len(history.attempts) + 1} starts: {last.reason}")
-    if phase is not None and phase.phase in ("running", "evaluating", "saving"):
-        return RunState("running", phase.time, _until_limit(facts))  # its owner's file could not be seen
+    if phase is not None and phase.phase in RANK_PHASES:
+        return RunState("running", facts.trains_since, _until_limit(facts))  # its owner's file could not be seen
     what = "starting the ranks" if history.is_local else "the job has just begun"
     what = _PHASES.get(phase.phase, phase.phase) if phase is not None else what
     what += f" ({phase.detail})" if phase is not None and phase.detail else ""
-    since = phase.time if phase is not None else _last_time(history)
+    since = phase.time if phase is not None else _last_time(facts)
     if phase is not None and phase.phase == "collecting":
         return RunState("restarting", since, f"{what}; then it is decided how to go on")
     opened = history.open
@@ -189,7 +195,7 @@ def _queued(facts: Facts) -> RunState:
     again = f"; it was queued again: {last.reason}" if last is not None and last.action in ("requeue", "stop") else ""
     again += "; a stop was asked for: it ends when it starts" if facts.ends_soon else ""
     if _is_held(job):
-        return RunState("held", since, f"{waits}{again}", _release(job))
+        return RunState("held", "", f"{waits}{again}", _release(job))
     return RunState("queued", since, f"{waits}{again}")
 
 
@@ -219,12 +225,12 @@ def _gone(facts: Facts) -> RunState:
         return RunState("never started")
     if history.is_local and facts.elsewhere:
         ask = f"it was launched on {facts.elsewhere}: `ingot status` there says whether it still runs"
-        return RunState("unknown: this machine cannot see its launcher", _last_time(history), ask)
+        return RunState("unknown: this machine cannot see its launcher", _last_time(facts), ask)
     ended = [LAUNCHER_GONE] if history.is_local else [_end_of(job, facts) for job in facts.jobs or ()]
     if history.open is not None and not ended:
         ended = ["its job has gone, and Slurm no longer knows why"]
     advice = facts.resume if history.launched is not None or facts.jobs or facts.has_spec else ""
-    since = _last_time(history)
+    since = _last_time(facts)
     if facts.asked_to_stop:
         then = "nothing by itself" if advice else "nothing by itself; the same command continues"
         return RunState("stopped by the file STOP", since, "; ".join([*ended, then]), advice)
@@ -268,14 +274,18 @@ def _cause(history: History) -> str:
     return without_bad_advice(history.attempts[-1].cause.message) if history.attempts else "the site"
 
 
-def _last_time(history: History) -> str:
+def _last_time(facts: Facts) -> str:
     """When the last thing known of a launch happened."""
+    history = facts.history
     records = [
         history.launched,
         *history.starts,
         *(a.closed for a in history.attempts),
         *history.judgments,
         history.open,
+        history.stop,
+        facts.phase,
+        *history.excluded.values(),
     ]
     return max((record.time for record in records if record is not None), key=datetime.fromisoformat, default="")
 

@@ -35,6 +35,7 @@ from ingot.launch.slurm.queue import canceller, exit_of
 from ingot.launch.supervisor.failure_log import node_name, read_all_failures, read_failures
 from ingot.launch.supervisor.history import History
 from ingot.launch.supervisor.progress import newest_checkpoint, pieces_done
+from ingot.launch.supervisor.state_file import STATE
 from ingot.plurals import count_of
 from ingot.storage.json_lines import read_json_lines
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, STOP, STOPPED
@@ -215,7 +216,7 @@ def _describe(run: Path, verb: str, launches: list[LaunchView]) -> tuple[RunStat
         str(run), verb, main.history if main else History(), main.phase if main else None, jobs, owner, finished,
         halted, (run / STOP).exists(), (run / METRICS).exists() or bool(LaunchFolder(run).jobs()),
         newest_checkpoint(run), _cancelled_by(jobs), _exit_of(run, jobs), _elsewhere(main),
-        LaunchFolder(run).spec_file.is_file(),
+        LaunchFolder(run).spec_file.is_file(), main.trains_since if main else "", _has_newer_batch(run),
     )  # fmt: skip
     state = describe(facts)
     if state.state == "running" and facts.phase is not None and facts.phase.detail:
@@ -230,6 +231,15 @@ def _despite(problem: StateProblem, state: RunState, facts: Facts) -> RunState:
     again = f"`{facts.resume}`" if facts.has_spec else "the command that started the run"
     then = f"nothing by itself; {AFTER}{again} continues"
     return RunState(state.state, state.since, then, problem.command)
+
+
+def _has_newer_batch(run: Path) -> bool:
+    """Whether the metrics are newer than the records, by the clock of their file system. (A phase is written down at
+    most every ten seconds.)"""
+    try:
+        return (run / METRICS).stat().st_mtime_ns > (LaunchFolder(run).path / STATE).stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def _finished(run: Path) -> str:
