@@ -204,7 +204,7 @@ def test_drafts_of_dead_processes_are_removed(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("content", [b"\xff", None])
-def test_what_is_no_owner_file_does_not_hold_up_the_owner(tmp_path: Path, content: bytes | None) -> None:
+def test_another_file_in_its_place_does_not_hold_up_the_owner(tmp_path: Path, content: bytes | None) -> None:
     held = Lease(tmp_path)
     (tmp_path / "owner.json").unlink()
     if content is None:

@@ -96,7 +96,7 @@ import msgspec
 
 from ingot.errors import ConfigError
 from ingot.storage.atomic import sync
-from ingot.storage.small_files import move_away, read_bytes
+from ingot.storage.small_files import OddFile, move_away, read_bytes, read_text
 from ingot.training.runtime.run_files import STOP
 
 LAUNCH, SPEC = "launch", "spec.json"
@@ -208,7 +208,7 @@ class LaunchFolder:
     def result(self, attempt: str) -> int | None:
         """The attempt's exit code, once a node has recorded it."""
         with suppress(FileNotFoundError):
-            return int((self.path / f"{_RESULT}.{attempt}").read_text())
+            return int(read_text(self.path / f"{_RESULT}.{attempt}"))
         return None
 
     def record_result(self, attempt: str, code: int, node_rank: int) -> None:
@@ -223,7 +223,7 @@ class LaunchFolder:
     def lost_nodes(self) -> list[str]:
         """Nodes that the cluster had lost, once per job, as version 0.1 wrote it down."""
         with suppress(OSError):
-            lines = set((self.path / _LOST).read_text(encoding="utf-8").splitlines())
+            lines = set(read_text(self.path / _LOST).splitlines())
             return [line.partition(" ")[2] for line in lines]
         return []
 
@@ -238,7 +238,10 @@ class LaunchFolder:
     def halted(self) -> str | None:
         """Why the launch was halted; None if it was not."""
         with suppress(FileNotFoundError):  # a new launch removes it
-            return (self.path / _HALT).read_text(encoding="utf-8").strip()
+            try:
+                return read_bytes(self.path / _HALT).decode(errors="replace").strip()
+            except OddFile as error:  # that it is there counts
+                return f"cannot read {self.path / _HALT}: {error.strerror}; remove it"
         return None
 
     # --- Slurm

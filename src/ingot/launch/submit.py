@@ -22,6 +22,7 @@ from ingot.launch.spec import LaunchSpec, make_spec, read_spec
 from ingot.launch.supervisor.failure_log import mark_start
 from ingot.launch.supervisor.records import Launched
 from ingot.launch.supervisor.state_file import STATE, StateFile, now, read_state
+from ingot.storage.small_files import move_away, read_bytes
 from ingot.training.runtime.run_files import FAILURES, FINISHED
 
 
@@ -83,7 +84,7 @@ def _recorded(record: Launched, launch: LaunchFolder, leftovers: Sequence[Path])
     run, folder = launch.run, launch.path
     states = [StateFile(folder), *(StateFile(path.parent) for path in sorted(folder.glob(f"shares/*/{STATE}")))]
     changed = [*leftovers, *(state.path for state in states), run / FAILURES]
-    before = {path: path.read_bytes() if path.exists() else None for path in changed}
+    before = {path: _content(path) for path in changed}
     try:
         for path in leftovers:
             path.unlink(missing_ok=True)
@@ -99,6 +100,15 @@ def _recorded(record: Launched, launch: LaunchFolder, leftovers: Sequence[Path])
             else:
                 path.write_bytes(content)
         raise
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return read_bytes(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; move it away with `{move_away(path)}`") from None
 
 
 def spec_to_resume(

@@ -11,19 +11,26 @@ from pathlib import Path
 MOST_BYTES = 64 << 20
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES, last: int | None = None) -> bytes:
-    """The content of a regular file, or its last bytes; an `OSError` for anything else, and for one that is too
-    large."""
+class OddFile(OSError):
+    """There is something else than a file of the size that was expected."""
+
+
+def read_bytes(path: Path, most: float = MOST_BYTES, last: int | None = None) -> bytes:
+    """The content of a file, or its last bytes; an `OSError` for anything else, and for a file that is too large."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    with open(descriptor, "rb") as file:  # which closes it, and refuses a folder
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is a pipe or a device and not a file", str(path))
-        if last is not None:
-            file.seek(max(0, status.st_size - last))
-        elif status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, which is more than {most}", str(path))
-        return file.read()
+            what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+            raise OddFile(errno.EINVAL, f"it is {what} and not a file")
+        size = status.st_size if last is None else min(last, status.st_size)
+        if size > most:
+            raise OddFile(errno.EFBIG, f"it has {size} bytes, and {most} are the most that it can have")
+        os.lseek(descriptor, status.st_size - size, os.SEEK_SET)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
 from ingot.launch.supervisor.records import StopReason
+from ingot.storage.small_files import read_text
 from ingot.training.runtime.run_files import STOP, STOPPED
 
 
@@ -94,7 +95,7 @@ def is_stop_there(run: Path) -> bool:
 def who_asked(run: Path) -> str:
     """Who created the file STOP: `ingot stop` writes down who and when."""
     with suppress(OSError, UnicodeDecodeError):
-        if said := (run / STOP).read_text(encoding="utf-8").strip()[:MOST_CHARACTERS].partition("\n")[0]:
+        if said := read_text(run / STOP).strip()[:MOST_CHARACTERS].partition("\n")[0]:
             return f"{STOP} by {said}"
     return f"{STOP} in the run folder"
 
@@ -104,7 +105,7 @@ def stop_reason_of(run: Path) -> tuple[StopReason, str] | None:
     if (run / STOP).exists():
         return "user", who_asked(run)
     try:
-        reason = str(json.loads((run / STOPPED).read_text(encoding="utf-8"))["reason"])
+        reason = str(json.loads(read_text(run / STOPPED))["reason"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if reason.startswith("SIG"):

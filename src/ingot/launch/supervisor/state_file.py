@@ -20,7 +20,7 @@ import msgspec
 
 from ingot.errors import IngotError
 from ingot.launch.supervisor.records import Launched, Record
-from ingot.storage.small_files import move_away
+from ingot.storage.small_files import OddFile, move_away, read_bytes
 
 STATE, RESERVE, EPOCHS = "state.jsonl", "reserve", "epochs"
 RESERVE_BYTES = 1 << 20
@@ -67,11 +67,11 @@ def current_launch(records: Sequence[Any]) -> list[Any]:
 
 def _content(path: Path) -> bytes:
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise DamagedState(path, f"it has {size} bytes, and no state file has more than {MAX_BYTES}")
-        return path.read_bytes()
+        return read_bytes(path, MAX_BYTES)
     except FileNotFoundError:
         return b""
+    except OddFile as error:
+        raise DamagedState(path, str(error.strerror)) from None
     except OSError as error:
         raise StateError(f"cannot read {path}: {error.strerror or error}; see whether its disk is there") from None
 
@@ -80,10 +80,22 @@ def _parse(path: Path, content: bytes) -> list[Any]:
     records = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            records.append(_decoder.decode(line))
+            record = _decoder.decode(line)
+            if not _is_time(record.time):
+                raise msgspec.DecodeError(f"{record.time[:60]!r} is not a time with a time zone")
+            records.append(record)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DamagedState(path, f"line {number} is not a record of the launcher ({error})") from None
     return records
+
+
+def _is_time(text: str) -> bool:
+    """Whether one can compute with a time: it has a zone, and is not at the end of the calendar."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return time.tzinfo is not None and 1970 < time.year < 9000
 
 
 class StateFile:
