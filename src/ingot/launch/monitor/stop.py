@@ -33,7 +33,7 @@ def _asked_while_it_waits(run: Path, status: Status, waiting: list[str]) -> str:
     why = f" ({status.waits_for[job]})" if job in status.waits_for else ""
     now = f"`ingot stop --now {run}`"
     if status.jobs[job] in SUSPENDED:
-        then = f"it stops after it has been resumed; {now} ends it at once, without saving"
+        then = f"it stops after it has been resumed; {now} ends it at once"
     elif status.jobs[job] == ENDING:
         then = "Slurm cleans up after it; if that queues it again, it will end when it starts"
     else:
