@@ -94,6 +94,12 @@ def test_an_owner_that_is_something_else_is_none(
     assert "state: not running" in ingot_here("status", str(run)).stdout
 
 
+def test_a_pipe_in_place_of_the_lock_locks(run: Path) -> None:
+    os.mkfifo(run / "launch" / ".lock")
+    with LaunchFolder(run).lock():
+        pass
+
+
 def test_a_file_is_read_whole_or_from_its_end_up_to_a_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345")
