@@ -137,9 +137,8 @@ class LaunchFolder:
     def lock(self) -> Iterator[None]:
         """Held while a job is submitted: the second of two launchers finds the first one's job."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(
-            os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "rb+", buffering=0
-        ) as lock:  # also of a pipe
+        file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # for writing only, a pipe would wait
+        with open(file, "rb+", buffering=0) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError as error:  # a file system without locks: two launchers at the same moment are not told apart
