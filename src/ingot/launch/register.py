@@ -14,6 +14,7 @@ from ingot.launch.protocol import LOCAL, TRAIN, LaunchFolder
 from ingot.launch.slurm.queue import SCRIPTS, jobs_of_folder
 from ingot.launch.spec import LaunchSpec
 from ingot.launch.supervisor.state_file import STATE, read_state
+from ingot.training.runtime.run_files import FINISHED
 
 
 def register_local(spec: LaunchSpec) -> None:
@@ -42,8 +43,8 @@ def register_train(run: Path) -> None:
 def note_train(run: Path) -> None:
     """Note that this process alone continues a run: until it owns the folder, `ingot stop` and `ingot status` could not
     see it. A second one is refused by the folder's lease. The folder of a new run is only created once nothing can be
-    refused any more."""
-    if not run.is_dir():
+    refused any more, and that of a finished one stays as it is."""
+    if not run.is_dir() or (run / FINISHED).exists():
         return
     launch = LaunchFolder(run)
     try:
