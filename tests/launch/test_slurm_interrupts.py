@@ -84,7 +84,7 @@ class TestLimits:
         self, cluster: Cluster, data: Path, whole: Path, tmp_path: Path
     ) -> None:
         """To one minute, of which the last 15 s are for the save; the limit holds for the next start, too."""
-        run = Watched(cluster, data, tmp_path / "run", "--signal-seconds", "15", **(ALL | {"seconds": 1.5})).submit()
+        run = Watched(cluster, data, tmp_path / "run", "--signal-seconds", "15", **(ALL | {"seconds": 2.5})).submit()
         run.wait_for_batch(2)
         cluster.ask("scontrol", "update", f"JobId={run.job}", "TimeLimit=1")
         run.wait(lambda: (run.folder / "FINISHED").exists(), 400)
