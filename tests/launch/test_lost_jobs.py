@@ -10,6 +10,7 @@ from cluster import Cluster, cluster
 from specs import put_on_path, spec
 
 from ingot.errors import ConfigError
+from ingot.launch.monitor.status import read_status
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.register import register_local
 from ingot.launch.slurm.queue import jobs_of_folder
@@ -39,6 +40,17 @@ def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchFolder:
         until.setattr(LaunchFolder, "add_job", die)
         submit_to_slurm(spec(run_folder=str(launch.run), workdir=str(tmp_path), image=None))
     return launch
+
+
+def test_a_job_that_its_launcher_could_not_note_is_seen_and_can_be_stopped(
+    killed: LaunchFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{killed.path}/job.sh")
+    with killed.lock():  # while a launcher is at work, nobody waits for it
+        read_status(killed.run)
+    assert killed.submitting.exists()
+    read_status(killed.run)
+    assert [job.id for job in killed.jobs()] == ["7"] and not killed.submitting.exists()
 
 
 @pytest.mark.parametrize("start", [submit_to_slurm, register_local])

@@ -134,13 +134,14 @@ class LaunchFolder:
     # --- submission
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Held while a job is submitted: the second of two launchers finds the first one's job."""
+    def lock(self, wait: bool = True) -> Iterator[None]:
+        """Held while a job is submitted: the second of two launchers finds the first one's job. Without `wait`, a
+        BlockingIOError if somebody else holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         file = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)  # for writing only, a pipe would wait
         with open(file, "rb+", buffering=0) as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except OSError as error:  # a file system without locks: two launchers at the same moment are not told apart
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise

@@ -4,7 +4,7 @@ is queued or running."""
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ingot.errors import ConfigError, disk_error
@@ -77,6 +77,14 @@ def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[No
             then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"
             raise ConfigError(f"{run} is in use by {owner}; {then}")
         yield
+
+
+def find_lost_jobs(run: Path) -> None:
+    """The same for somebody who only looks; nothing while a launcher is at work, or if the folder is not theirs."""
+    launch = LaunchFolder(run)
+    if launch.submitting.exists():
+        with suppress(OSError), launch.lock(wait=False):
+            _add_lost_jobs(launch)
 
 
 def _add_lost_jobs(launch: LaunchFolder) -> bool:

@@ -30,6 +30,7 @@ from ingot.launch.monitor.job_states import JobState, has_ended, job_states, las
 from ingot.launch.monitor.owner import LivingOwner, living_owner
 from ingot.launch.monitor.run_state import Facts, RunState, describe
 from ingot.launch.protocol import LAUNCH, LaunchFolder
+from ingot.launch.register import find_lost_jobs
 from ingot.launch.slurm.commands import run_folder_of
 from ingot.launch.slurm.queue import canceller, exit_of
 from ingot.launch.supervisor.failure_log import node_name, read_all_failures, read_failures
@@ -172,6 +173,7 @@ def find_run(text: str) -> Path:
 
 def read_status(run: Path) -> Status:
     """All that is known about a run."""
+    find_lost_jobs(run)
     rows = read_json_lines(run / METRICS, TAIL_BYTES)
     row: dict[str, Any] = next((row for row in reversed(rows) if "loss/train/total" in row), {})
     launches, problem = read_launches(run)
