@@ -99,7 +99,14 @@ def test_of_two_processes_the_one_that_falls_back_is_named_and_its_log_kept(
 def test_it_counts_as_the_nodes_fault(tmp_path: Path) -> None:
     for _ in range(2):
         record(
-            tmp_path, attempt="1", rank=3, batch=0, kind="transport", message="n2: sockets", progress=False, host="n2"
+            tmp_path,
+            attempt="7.0.1",
+            rank=3,
+            batch=0,
+            kind="transport",
+            message="n2: sockets",
+            progress=False,
+            host="n2",
         )
     assert strikes(tmp_path) == {"n2": 2}
 

@@ -47,19 +47,14 @@ def _check_continues(config: RunConfig, run: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise if a folder cannot be created or written to. It is created on the way, and removed again."""
-    created: list[Path] = []
+    """Raise if a folder cannot be created or written to. Nothing is created here: the launcher of another machine may
+    be doing just that."""
     try:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        for path in reversed(missing):
-            path.mkdir()
-            created.append(path)
-        if not folder.is_dir():
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not nearest.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            code = errno.EROFS if os.statvfs(nearest).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code))
     except OSError as error:
         raise disk_error("write the run folder", folder, error) from None
-    finally:
-        for path in reversed(created):
-            path.rmdir()
