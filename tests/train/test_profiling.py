@@ -261,12 +261,15 @@ def test_the_stack_of_a_backward_pass_begins_with_the_call_that_waits_for_it() -
     def backward_pass() -> None:
         found.append(memory_report.call_stack())
 
-    thread = threading.Thread(target=backward_pass)
-    thread.start()
-    thread.join()
+    def step() -> None:
+        thread = threading.Thread(target=backward_pass)
+        thread.start()
+        thread.join()
+
+    step()
     (stack,) = found
     names = [line.rpartition(" ")[2] for line in stack]
-    assert names.index("join") < names.index("backward_pass")
+    assert names.index("step") < names.index("backward_pass")
     assert names[-2:] == ["backward_pass", "call_stack"]
     assert len(memory_report.call_stack()) < len(stack)  # once in the main thread
 
