@@ -61,7 +61,7 @@ def test_a_share_whose_time_is_over_goes_back_into_the_queue_and_continues(
     run = Share(cluster, data, tmp_path)
     run.wait_for_two_pieces()
     cluster.ask("scancel", "--batch", "--signal=USR2", f"{run.jobs()[0]}_1")
-    run.wait(lambda: run.of_share(StopRequested))
+    run.wait(lambda: run.of_share(Closed))  # not before: it might finish all the same
     run.go()
     run.end_as_in_one_process()
     assert [stop.reason for stop in run.of_share(StopRequested)] == ["time-limit"]

@@ -2,6 +2,7 @@
 sentence says what to do."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 from specs import put_on_path, spec
 
-from ingot.errors import ConfigError
+from ingot.errors import ConfigError, DataError
+from ingot.launch.monitor.status import find_run
 from ingot.launch.protocol import LaunchFolder
+from ingot.launch.register import register_train
 from ingot.launch.submit import submit_to_slurm
+from ingot.launch.supervisor.failure_log import mark_start
 from ingot.launch.supervisor.progress import stop_reason_of
 from ingot.launch.supervisor.records import Launched
 from ingot.launch.supervisor.state_file import DamagedState, StateFile, now, read_state
+from ingot.report.metrics_file import MetricsFile
 from ingot.storage.small_files import OddFile, read_bytes
 
 MAKERS: dict[str, Callable[[Path], Any]] = {
@@ -98,6 +103,59 @@ def test_a_pipe_in_place_of_the_lock_locks(run: Path) -> None:
     os.mkfifo(run / "launch" / ".lock")
     with LaunchFolder(run).lock():
         pass
+
+
+def test_a_damaged_list_of_jobs_concerns_only_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingot_here: Callable[..., Any]
+) -> None:
+    for name in ("a", "b", "c"):
+        LaunchFolder(tmp_path / "runs" / name).path.mkdir(parents=True)
+    LaunchFolder(tmp_path / "runs" / "b").add_job("local", "123")
+    for name in ("a", "c"):
+        (tmp_path / "runs" / name / "launch" / "jobs.jsonl").write_text("not JSON\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_run("123") == Path("runs/b")
+    with pytest.raises(ConfigError, match="124 is neither a run folder nor a job"):
+        find_run("124")
+
+
+def test_what_a_run_appends_to_does_not_wait_for_a_pipe(run: Path, odd: tuple[str, Callable[[Path], Any]]) -> None:
+    for name in ("failures.jsonl", "metrics.jsonl"):
+        (run / name).unlink(missing_ok=True)
+        odd[1](run / name)
+    with pytest.raises(OSError, match=r"it is .* and not a file|Is a directory"):
+        mark_start(run)
+    with pytest.raises((DataError, IsADirectoryError), match=r"it is .* and not a file; move it away|Is a directory"):
+        MetricsFile(str(run)).begin(0, 10, None)
+
+
+def test_a_launch_spec_that_is_something_else_is_one_sentence(
+    run: Path, odd: tuple[str, Callable[[Path], Any]], ingot_here: Callable[..., Any]
+) -> None:
+    path = run / "launch" / "spec.json"
+    odd[1](path)
+    refused = ingot_here("launch", "resume", str(run), "--dry-run", check=False)
+    assert refused.returncode == 2 and f"{path} is not a launch spec: " in refused.stderr
+    assert odd[0] in refused.stderr and f"mv {path} {path}.damaged" in refused.stderr
+    ingot_here("status", str(run))
+
+
+def test_the_account_of_another_run_alone_is_refused_and_not_that_of_a_copied_or_moved_run(tmp_path: Path) -> None:
+    runs = {name: tmp_path / name for name in ("other", "mine", "copy")}
+    (runs["mine"] / "launch").mkdir(parents=True)
+    spec(run_folder=str(runs["other"]), workdir=str(tmp_path), image=None).write()
+    state = StateFile(runs["other"] / "launch")
+    state.append(Launched(time=now(), launch="a", back_end="slurm", nodes=1, run=str(runs["other"])))
+    shutil.copytree(runs["other"], runs["copy"])
+    shutil.copy(state.path, runs["mine"] / "launch")
+    mine = runs["mine"] / "launch" / "state.jsonl"
+    with pytest.raises(ConfigError, match=f"{mine} is the account of another run, {runs['other']}; move it away with"):
+        register_train(runs["mine"])
+    assert [path.name for path in (runs["mine"] / "launch").iterdir()] == ["state.jsonl"]
+    for run in (runs["other"], runs["copy"]):
+        register_train(run)
+    shutil.rmtree(runs["other"])
+    register_train(runs["mine"])
 
 
 def test_a_file_is_read_whole_or_from_its_end_up_to_a_limit(tmp_path: Path) -> None:

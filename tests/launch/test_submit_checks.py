@@ -15,7 +15,7 @@ from ingot.launch.measured_times import MeasuredTimes, read_times
 from ingot.launch.monitor.owner import living_owner
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.submit import submit_to_slurm
-from ingot.launch.submit_checks import check_folder, check_time_limit, local_file_system, seconds_of
+from ingot.launch.submit_checks import check_folder, check_secrets, check_time_limit, local_file_system, seconds_of
 from ingot.launch.supervisor.records import Launched, Opened, PhaseBegan
 from ingot.launch.supervisor.state_file import StateFile, read_state
 
@@ -300,3 +300,17 @@ def test_who_may_not_write_to_the_folder_watches_whether_it_is_touched(
     timer.start()
     assert living_owner(tmp_path) is not None
     timer.join()
+
+
+def test_a_secret_that_is_nowhere_is_refused_where_the_job_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    launch = spec(run_folder=str(tmp_path / "run"), workdir=str(tmp_path), image=None, secrets=["HF_TOKEN"])
+    with pytest.raises(ConfigError, match="the secret HF_TOKEN is neither in the environment nor in"):
+        check_secrets(launch, has_slurm=True)
+    (note,) = check_secrets(launch, has_slurm=False)
+    assert "HF_TOKEN" in note and "where the job is submitted" in note
+    monkeypatch.setenv("HF_TOKEN", "x" * 20)
+    assert check_secrets(launch, has_slurm=True) == []

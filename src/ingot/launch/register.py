@@ -12,8 +12,10 @@ from ingot.launch.monitor.job_states import has_ended, is_living, job_states
 from ingot.launch.monitor.owner import living_owner
 from ingot.launch.protocol import LOCAL, TRAIN, LaunchFolder
 from ingot.launch.slurm.queue import SCRIPTS, jobs_of_folder
-from ingot.launch.spec import LaunchSpec
+from ingot.launch.spec import LaunchSpec, read_spec
+from ingot.launch.supervisor.records import Launched
 from ingot.launch.supervisor.state_file import STATE, read_state
+from ingot.storage.small_files import move_away
 from ingot.training.runtime.run_files import FINISHED
 
 
@@ -58,6 +60,7 @@ def note_train(run: Path) -> None:
 def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[None]:
     """Refuse a second job of a run; of two launchers at the same moment, the second finds the job of the first."""
     run = launch.run
+    refuse_state_of_another(launch)
     with launch.lock():
         if not _add_lost_jobs(launch):
             killed = "cannot tell whether Slurm has taken a job whose launcher was killed: it does not answer"
@@ -77,6 +80,22 @@ def only_job(launch: LaunchFolder, waits_for_owner: bool = False) -> Iterator[No
             then = f"stop it first with `ingot stop {run}`, or wait a minute if it has been killed"
             raise ConfigError(f"{run} is in use by {owner}; {then}")
         yield
+
+
+def refuse_state_of_another(launch: LaunchFolder) -> None:
+    """Refuse a state file that was copied from another run alone: failures of that run would count against this one. A
+    whole run that was copied has the launch spec of the other one, too, and a run that was moved is where it was."""
+    path = launch.path / STATE
+    launched = next((record for record in reversed(read_state(path)) if isinstance(record, Launched)), None)
+    if launched is None or not launched.run:
+        return
+    other = Path(launched.run)
+    is_here = other.is_dir() and launch.run.is_dir() and other.samefile(launch.run)
+    if is_here or not (LaunchFolder(other).path / STATE).is_file():
+        return
+    if not launch.spec_file.is_file() or read_spec(launch.spec_file).run_folder != launched.run:
+        then = f"move it away with `{move_away(path)}`, then launch the run again"
+        raise ConfigError(f"{path} is the account of another run, {other}; {then}")
 
 
 def find_lost_jobs(run: Path) -> None:

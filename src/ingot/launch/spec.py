@@ -20,6 +20,7 @@ from ingot.config.secrets import NAMES, SHORTEST, why_secret
 from ingot.errors import ConfigError
 from ingot.launch.protocol import LaunchFolder
 from ingot.storage.atomic import write_whole
+from ingot.storage.small_files import OddFile, move_away, read_text
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:@=,/\[\]%-]*")
 
@@ -268,9 +269,10 @@ def make_spec(values: dict[str, Any]) -> LaunchSpec:
 
 def read_spec(path: Path) -> LaunchSpec:
     try:
-        return make_spec(json.loads(path.read_text(encoding="utf-8")))
+        return make_spec(json.loads(read_text(path)))
     except FileNotFoundError:
         again = "a run of `ingot train` continues with the same command"
         raise ConfigError(f"{path} does not exist: nothing was launched from this folder; {again}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a launch spec: {error}") from None
+    except (ValueError, OddFile) as error:
+        then = f"move it away with `{move_away(path)}`, and launch the run with its command again"
+        raise ConfigError(f"{path} is not a launch spec: {error}; {then}") from None

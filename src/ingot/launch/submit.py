@@ -41,7 +41,7 @@ def submit_to_slurm(spec: LaunchSpec) -> str:
         leftovers = [*launch.leftovers(), *([run / FINISHED] if spec.verb == "prepare" else [])]
         ids: list[str] = []
         record = Launched(time=now(), launch=objects.new_launch_id(), back_end="slurm", nodes=spec.nodes,
-                          spares=spec.spares, chain=spec.chain)  # fmt: skip
+                          spares=spec.spares, chain=spec.chain, run=spec.run_folder)  # fmt: skip
         with _recorded(record, launch, leftovers):  # first: the job may start at once
             launch.begin_submission()
             try:
@@ -68,7 +68,7 @@ def submit_to_kubernetes(spec: LaunchSpec, kind: objects.Kind, files: Mapping[st
     if not folder.run.is_dir():  # the volume is not mounted here
         return name, kubectl.apply(text)
     with only_job(folder):
-        record = Launched(time=now(), launch=launch, back_end="kubernetes", nodes=spec.nodes)
+        record = Launched(time=now(), launch=launch, back_end="kubernetes", nodes=spec.nodes, run=spec.run_folder)
         with _recorded(record, folder, folder.leftovers()):
             said = kubectl.apply(text)
         spec.write()

@@ -8,8 +8,10 @@ from pathlib import Path
 from ingot.config.run import RunConfig
 from ingot.data.loading.open_dataset import check_local, locate
 from ingot.errors import ConfigError
+from ingot.launch.agent.environment import read_secret
 from ingot.launch.measured_times import START_UP_SECONDS, STEP_SECONDS, MeasuredTimes, read_times
 from ingot.launch.protocol import LaunchFolder
+from ingot.launch.register import refuse_state_of_another
 from ingot.launch.spec import LaunchSpec
 
 # Those of a disk or memory of one machine. One that is not listed may be shared.
@@ -22,10 +24,12 @@ MOUNTS, EXPORTS = Path("/proc/self/mountinfo"), Path("/var/lib/nfs/etab")
 
 def check_submission(spec: LaunchSpec) -> list[str]:
     """Refuse a job of Slurm that cannot work; returns notes for the user."""
-    times = read_times(Path(spec.run_folder))  # refuses a damaged state file
+    run, has_slurm = Path(spec.run_folder), shutil.which("sbatch") is not None
+    times = read_times(run)  # refuses a damaged state file
+    refuse_state_of_another(LaunchFolder(run))
     check_spares(spec)
     check_time_limit(spec, times)
-    return check_folder(spec, shutil.which("sbatch") is not None)
+    return [*check_folder(spec, has_slurm), *check_secrets(spec, has_slurm)]
 
 
 def check_data(config: RunConfig, spec: LaunchSpec, is_here: bool) -> list[str]:
@@ -85,6 +89,19 @@ def check_time_limit(spec: LaunchSpec, times: MeasuredTimes) -> None:
     if times.save and spec.signal_seconds < times.save + step and spec.verb == "train":
         raise ConfigError(f"--signal-seconds {spec.signal_seconds} is too short: a step took up to {step:.0f} s and a "
                           f"save {times.save:.0f} s; leave it out or use {times.signal_seconds}")  # fmt: skip
+
+
+def check_secrets(spec: LaunchSpec, has_slurm: bool) -> list[str]:
+    """A job finds secrets in the environment that it is submitted with, or in the home folder. A machine that cannot
+    submit may lack them, so there it is only a note."""
+    try:
+        for name in spec.secrets:
+            read_secret(name)
+    except ConfigError as error:
+        if has_slurm:
+            raise
+        return [f"{error}; where the job is submitted, it must be"]
+    return []
 
 
 def check_folder(spec: LaunchSpec, has_slurm: bool) -> list[str]:

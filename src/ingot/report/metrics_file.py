@@ -8,8 +8,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ingot.errors import disk_error
+from ingot.errors import DataError, disk_error
 from ingot.storage.json_lines import read_json_lines
+from ingot.storage.small_files import OddFile, move_away, open_to_append
 from ingot.training.listener import Row, RunListener
 from ingot.training.runtime.run_files import METRICS
 
@@ -30,7 +31,11 @@ class MetricsFile(RunListener):
         self._is_failing = False
 
     def begin(self, batch: int, total: int, state: dict[str, Any] | None) -> None:
-        self.file = self.path.open("ab", buffering=0)
+        try:
+            self.file = open_to_append(self.path)
+        except OddFile as error:
+            where = f"cannot write {self.path}: {error.strerror}"
+            raise DataError(f"{where}; move it away with `{move_away(self.path)}`") from None
         self.rewind(batch, state)
 
     def rewind(self, batch: int, state: dict[str, Any] | None) -> None:

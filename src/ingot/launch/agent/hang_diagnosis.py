@@ -3,6 +3,7 @@ of collectives show which missed one.
 """
 
 import contextlib
+import math
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from ingot.errors import EXIT_FAULT
 from ingot.launch.agent.failure import Failure
+from ingot.storage.small_files import read_bytes
 from ingot.training.runtime.heartbeat import Beat
 
 DUMP_SECONDS = 1.0  # for ranks to write their stacks
@@ -85,4 +87,4 @@ def _size(path: Path) -> int:
 
 
 def _tail(path: Path, start: int) -> str:
-    return path.read_bytes()[start:].decode(errors="replace") if path.exists() else ""
+    return read_bytes(path, math.inf)[start:].decode(errors="replace") if path.exists() else ""

@@ -37,6 +37,7 @@ from ingot.launch.preflight.transport import TransportWatch, log_to
 from ingot.launch.protocol import ATTEMPT_VARIABLE
 from ingot.launch.supervisor.records import Phase
 from ingot.parallel.rank_env import ATTEMPT, EPOCH, STORE_FD
+from ingot.storage.small_files import open_to_append
 from ingot.training.runtime.fence import VARIABLE as AGENT_VARIABLE
 from ingot.training.runtime.fence import AgentClock
 from ingot.training.runtime.heartbeat import (
@@ -137,7 +138,7 @@ class RankGroup:
         if listener is not None and rank == 0:  # it inherits the open port, which nobody else can take
             descriptors += (listener.fileno(),)
             env[STORE_FD] = str(listener.fileno())
-        with (plan.logs / f"rank-{rank}.log").open("ab") as log:
+        with open_to_append(plan.logs / f"rank-{rank}.log") as log:
             if not plan.epoch:  # otherwise each attempt has a folder of its own
                 self._mark(log)
             self.processes[rank] = subprocess.Popen(

@@ -147,7 +147,7 @@ def begin_launch(launch: LaunchFolder, spec: LaunchSpec, job: str) -> None:
     for leftover in launch.leftovers():
         leftover.unlink(missing_ok=True)
     mark_start(launch.run)
-    state.append(Launched(time=now(), launch=job, back_end="kubernetes", nodes=spec.nodes))
+    state.append(Launched(time=now(), launch=job, back_end="kubernetes", nodes=spec.nodes, run=spec.run_folder))
 
 
 def decision_of(records: Sequence[Any], job: str, restart: int, since: int = 0) -> Judged | None:

@@ -1,5 +1,6 @@
 """The logs of a run: the console's, each rank's in each attempt, and Slurm's."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ingot.launch.monitor.advice import without_bad_advice
 from ingot.launch.monitor.attempts import attempts_of, read_launches
 from ingot.launch.protocol import LaunchFolder
 from ingot.launch.supervisor.failure_log import read_all_failures
+from ingot.storage.small_files import read_bytes
 from ingot.training.runtime.run_files import LOGS, MARK, attempt_mark
 
 TAIL = 40  # lines of a failed rank's log
@@ -63,7 +65,7 @@ def error_lines(run: Path) -> list[str]:
     last = (failed[-1].attempt, failed[-1].rank, failed[-1].kind) if failed else (
         str(earlier[-1]["attempt"]), earlier[-1]["rank"], earlier[-1]["kind"])  # fmt: skip
     for path in _evidence(run, *last):
-        content = _of_attempt(path.read_text(encoding="utf-8", errors="replace").splitlines(), last[0])
+        content = _of_attempt(read_bytes(path, math.inf).decode(errors="replace").splitlines(), last[0])
         lines += ["", f"the end of {path}:", *content[-TAIL:]]
     return [redact(line) for line in lines]
 

@@ -39,6 +39,7 @@ from ingot.launch.supervisor.progress import newest_checkpoint, pieces_done
 from ingot.launch.supervisor.state_file import STATE
 from ingot.plurals import count_of
 from ingot.storage.json_lines import read_json_lines
+from ingot.storage.small_files import read_text
 from ingot.training.runtime.run_files import CONFIG, FINISHED, LOGS, METRICS, STOP, STOPPED
 
 TAIL_BYTES = 200_000  # of the metrics, in which the last row with a loss is
@@ -160,8 +161,9 @@ def find_run(text: str) -> Path:
     if path.is_dir():
         raise ConfigError(f"{text} is not a run folder: it has neither {CONFIG} nor {METRICS} nor {LAUNCH}")
     for folder in Path().glob("runs/*"):
-        if any(job.id == text for job in LaunchFolder(folder).jobs()):
-            return folder
+        with suppress(ConfigError):  # a damaged list concerns only who asks for that run
+            if any(job.id == text for job in LaunchFolder(folder).jobs()):
+                return folder
     if re.fullmatch(r"[0-9]+(_[0-9]+)?", text):
         with suppress(IngotError):  # Slurm is not here, or has forgotten it
             found = run_folder_of(text)
@@ -299,7 +301,7 @@ def _starts(launches: list[LaunchView]) -> dict[str, int]:
 def _stopped(run: Path, advice: str = "") -> str:
     """What the run wrote down when it stopped, and what continues it unless a command is advised anyway."""
     try:
-        record = json.loads((run / STOPPED).read_text(encoding="utf-8"))
+        record = json.loads(read_text(run / STOPPED))
         reason, batch, total = str(record["reason"]), int(record["batch"]), int(record["total"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.storage.json_lines import read_json_lines
+from ingot.storage.small_files import open_to_append
 from ingot.training.runtime.run_files import FAILURES
 
 START = "start"
@@ -55,5 +56,5 @@ def _read_lines(run: Path) -> list[dict[str, Any]]:
 def _append(run: Path, line: dict[str, Any]) -> None:
     run.mkdir(parents=True, exist_ok=True)
     content = {"time": datetime.now().isoformat(timespec="milliseconds")} | line
-    with (run / FAILURES).open("a", encoding="utf-8") as file:  # one small write: lines of several nodes do not mix
-        file.write(json.dumps(content) + "\n")
+    with open_to_append(run / FAILURES) as file:  # one small write: lines of several nodes do not mix
+        file.write(json.dumps(content).encode() + b"\n")

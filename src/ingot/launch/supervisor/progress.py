@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ingot.checkpoint.manifest import CHECKPOINTS, MANIFEST
 from ingot.launch.supervisor.records import StopReason
-from ingot.storage.small_files import read_text
+from ingot.storage.small_files import OddFile, read_bytes, read_text
 from ingot.training.runtime.run_files import STOP, STOPPED
 
 
@@ -78,9 +79,9 @@ def newest_checkpoint(run: Path) -> int:
 def pieces_done(run: Path) -> int:
     """Pieces in the journals of the preparation that this folder belongs to."""
     pieces = 0
-    with suppress(FileNotFoundError):  # a preparation removes them when it ends
+    with suppress(FileNotFoundError, OddFile):  # a preparation removes them when it ends
         for path in run.parent.glob(".*.partial/journal*.jsonl"):
-            pieces += path.read_bytes().count(b'"task": "tokenize"')
+            pieces += read_bytes(path, math.inf).count(b'"task": "tokenize"')
     return pieces
 
 

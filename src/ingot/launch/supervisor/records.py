@@ -69,6 +69,8 @@ class Launched(_Record, frozen=True, tag="launched"):
     nodes: int
     spares: int = 0
     chain: int = 1
+    run: str = ""
+    """The run folder, of a job on a cluster."""
     command: str = ""
     """The user's command, where no launch spec says how to launch the run again."""
 

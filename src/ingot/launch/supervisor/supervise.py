@@ -150,9 +150,9 @@ class Supervisor:
             whole = await self.disk.do(lambda: read_history(read_state(self.launch.path / STATE)).launched)
         launch = whole.launch if whole is not None else self.cluster.job
         if launched is None or (self.share is not None and launched.launch != launch):
-            nodes = self.spec.nodes if self.share is None else 1
-            await self._add(Launched(time=now(), launch=launch, back_end="slurm", nodes=nodes,
-                                     spares=self.spec.spares, chain=self.spec.chain))  # fmt: skip
+            spec, nodes = self.spec, self.spec.nodes if self.share is None else 1
+            await self._add(Launched(time=now(), launch=launch, back_end="slurm", nodes=nodes, spares=spec.spares,
+                                     chain=spec.chain, run=spec.run_folder))  # fmt: skip
 
     def _nothing_to_do(self) -> str:
         for path in (self.run_folder / FINISHED, self.run_folder / STOP):

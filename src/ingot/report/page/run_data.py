@@ -105,7 +105,7 @@ def _state(folder: Path) -> str:
     if (folder / FINISHED).exists():
         return "finished"
     with suppress(OSError):
-        if time.time() - (folder / OWNER).stat().st_mtime < SILENT_SECONDS:
+        if abs(time.time() - (folder / OWNER).stat().st_mtime) < SILENT_SECONDS:
             return "running"
     return "stopped"
 
