@@ -30,8 +30,12 @@ PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE S
 
 @pytest.fixture(scope="module")
 def preempting(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Cluster]:
-    """Another cluster (`cluster` is named only because it skips where there is no Slurm)."""
-    two = Cluster(tmp_path_factory.mktemp("preempting"), 2, 3, PREEMPTION)
+    """Another cluster (`cluster` is named only because it skips where there is no Slurm). Its nodes are cleaned up
+    after a job for as long as the file `dirty` is there."""
+    folder = tmp_path_factory.mktemp("preempting")
+    two = Cluster(folder, 2, 3, f"{PREEMPTION}Epilog={folder}/epilog\n")
+    (folder / "epilog").write_text(f"#!/bin/bash\nwhile test -e {folder}/dirty; do sleep 0.1; done\n")
+    (folder / "epilog").chmod(0o755)
     try:
         two.start()
         yield two
@@ -75,6 +79,29 @@ def test_a_job_that_is_preempted_before_its_first_step_comes_back(
     run.wait(lambda: (run.folder / "FINISHED").exists(), 240)
     run.wait_for_end()
     assert len(run.of(Started)) == 2 and {stop.reason for stop in run.of(StopRequested)} <= {"preempt"}
+    assert_as_if_nothing_happened(run.folder, whole)
+
+
+def test_while_nodes_are_cleaned_up_after_a_job_the_run_waits_to_be_continued(
+    preempting: Cluster, data: Path, whole: Path, tmp_path: Path
+) -> None:
+    dirty = preempting.folder / "dirty"
+    dirty.touch()
+    try:
+        run = Watched(preempting, data, tmp_path / "run", **ALL).submit()
+        run.wait_for_batch(6)
+        run.ingot("stop", str(run.folder))
+        run.wait(lambda: run.states() == ["COMPLETING"])
+        status = json.loads(run.ingot("status", "--json", str(run.folder)))
+        assert status["state"].startswith("stopped") and status["jobs"] == {run.job: "COMPLETING"}, status
+        refused = run.ingot("launch", "resume", str(run.folder), code=2)
+        assert "wait until Slurm has cleaned up after it, then try again" in refused
+    finally:
+        dirty.unlink()
+    run.wait_for_end()
+    run.ingot("launch", "resume", str(run.folder))
+    run.wait(lambda: (run.folder / "FINISHED").exists(), 240)
+    run.wait_for_end()
     assert_as_if_nothing_happened(run.folder, whole)
 
 
