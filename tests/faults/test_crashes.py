@@ -51,6 +51,7 @@ def test_the_same_error_twice_stops_with_its_own_exit_code(data: Path, tmp_path:
     assert [f["kind"] for f in run.failures()] == ["program", "program"]
 
 
+@slow
 def test_a_run_that_dies_before_it_has_started_over_still_starts_over(data: Path, tmp_path: Path) -> None:
     """`--fresh` holds until the checkpoints of the run before are gone."""
     Run(data, tmp_path / "run", nproc=1).run()

@@ -119,6 +119,7 @@ def test_a_closed_terminal_saves_and_stops(data: Path, tmp_path: Path, nproc: in
     assert 5 <= stopped_at(run) < BATCHES and not (run.folder / "owner.json").exists()
 
 
+@pytest.mark.slow
 def test_nohup_keeps_a_run_going_after_a_hangup(data: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS)
     run.command[:0] = ["nohup"]
@@ -162,6 +163,7 @@ def test_a_run_can_be_asked_to_stop_before_it_owns_its_folder(
     assert "is not running" in ingot("stop", str(run.folder)).stdout
 
 
+@pytest.mark.slow
 def test_a_second_command_keeps_the_stop_request_of_an_active_run(data: Path, tmp_path: Path) -> None:
     run = Run(data, tmp_path / "run", nproc=1, **SLOW_STEPS, seconds=2).start()
     run.wait_for_batch(2)

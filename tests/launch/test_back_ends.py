@@ -316,6 +316,7 @@ def test_a_secret_of_a_file_reaches_a_containers_job_and_is_written_nowhere(
 ) -> None:
     seen = tmp_path / "seen"
     calls = put_on_path(monkeypatch, tmp_path / "bin", "sbatch", SBATCH.format(seen=str(seen)))
+    put_on_path(monkeypatch, tmp_path / "bin", "squeue", "print('JOBID')")
     secret = tmp_path / "home" / ".config" / "ingot" / "secrets" / "HF_TOKEN"
     secret.parent.mkdir(parents=True)
     secret.write_text("hf_0123456789\n")

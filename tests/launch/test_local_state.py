@@ -122,6 +122,7 @@ def test_a_second_launcher_writes_nothing_while_the_first_lives(data: Path, tmp_
     assert run.status().state == "stopped: a signal asked it to stop (SIGTERM)"
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_over_is_measured_from_its_beginning(data: Path, tmp_path: Path) -> None:
     """Not from the checkpoints that `--fresh` removes: three attempts with progress must not count as none."""
     LocalRun(data, tmp_path / "run", nproc=1).run()

@@ -101,6 +101,7 @@ def test_each_check_of_one_machine_is_listed_with_how_it_ended(
     assert list(found["checks"].values()) == states
 
 
+@slow
 def test_a_node_that_takes_the_first_ones_name_for_itself_is_replaced_by_a_spare(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
@@ -140,7 +141,7 @@ def test_a_clock_half_a_minute_ahead_is_named(cluster: Cluster, tmp_path: Path) 
     assert done.returncode and re.search(r"FAIL  n2: the clock is (29|3\d)\.\d s ahead", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("node", ["n1", "n2"])
+@pytest.mark.parametrize("node", [pytest.param("n1", marks=slow), "n2"])
 def test_a_node_whose_agent_says_nothing_is_named_and_the_others_are_tested(
     cluster: Cluster, tmp_path: Path, node: str
 ) -> None:
@@ -177,6 +178,7 @@ def test_a_node_without_the_interpreter_is_named(cluster: Cluster, tmp_path: Pat
     assert "No such file" in done.stdout and "1 node passed the checks" in done.stdout
 
 
+@slow
 def test_a_node_that_dies_in_the_allocation_is_named_and_the_others_are_tested(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def rank_of(run: SupervisedRun, node: str) -> int:
     return int(child)
 
 
+@pytest.mark.slow
 def test_a_device_error_on_a_node_brings_the_spare(data: Path, whole: Path, tmp_path: Path) -> None:
     run = SupervisedRun(data, tmp_path, spares=1, kind="device", node="n2", batch=11, attempts="all")
     warm = []

@@ -141,6 +141,7 @@ def test_a_full_disk_is_named_although_torch_does_not_say_so(tmp_path: Path) -> 
     assert list((tmp_path / "profile").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_writes_what_is_profiled_and_the_rest_follows(data: Path, tmp_path: Path) -> None:
     slow = {"kind": "slow", "rank": 0, "batch": 1, "seconds": 0.2, "attempts": "all"}
     stopped = Run(data, tmp_path / "run", "profiler.steps=3-18", nproc=1, **slow).start()
