@@ -44,7 +44,8 @@ LEARNED = ["model.positions=learned"]
 FP8 = "precision=fp8"
 WRAPPED_FP8, PLAIN_FP8 = ("wrapped fp8", [WRAPPED, FP8]), ("plain fp8", [FP8])
 FP8_VARIANTS = [WRAPPING, WRAPPED_FP8, PLAIN_FP8]
-GRAPHS = [("one by one", ["cuda_graphs=false"]), ("graph", ["cuda_graphs=true"]), WRAPPING]
+GRAPHS = [("one by one", ["cuda_graphs=false"]), ("graph", ["cuda_graphs=true"]), WRAPPING,
+          ("wrapped graph", [WRAPPED, "cuda_graphs=true"])]  # fmt: skip
 
 SECTIONS = [
     Section("7b", "mpt-7b", [PLAIN, WRAPPING, WRAPPED_FP8, PLAIN_FP8], 16, 3, LEARNED, seconds=130,

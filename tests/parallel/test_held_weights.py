@@ -25,9 +25,12 @@ from ingot.model import kernels
 from ingot.model.kernels.bf16_weights import Bf16Linear
 from ingot.model.kernels.fp8.linear import Fp8Linear
 from ingot.parallel.dtensor import gather, local
+from ingot.parallel.executors import cuda_graph
 from ingot.parallel.executors.base import Executor, NoMessages
 from ingot.parallel.executors.build import build_distributed, build_single, check_distributed
-from ingot.parallel.fsdp import GradientAccumulation
+from ingot.parallel.executors.cuda_graph import Pass
+from ingot.parallel.executors.distributed import Distributed
+from ingot.parallel.fsdp import GradientAccumulation, sharded_modules
 from ingot.parallel.layout import Layout
 from ingot.parallel.rank_env import RankEnv
 from ingot.parallel.rendezvous import World, join_world, leave_world
@@ -78,6 +81,82 @@ def test_gradients_equal_those_of_one_process(world: World, precision: str, monk
                 torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=2e-2, msg=name)
         for parameter in executor.parameters:
             parameter.tensor.grad = None
+
+
+class Recorded:
+    """Stands for a CUDA graph: the same pass, on tensors that must be where they were when it was captured."""
+
+    executor: Distributed
+    runs = 0
+
+    def __init__(self, forward_backward: Pass, parameters: list[Tensor], arguments: tuple[Tensor, Tensor, Tensor]):
+        self.forward_backward, self.places = forward_backward, self.look()
+
+    def look(self) -> list[tuple[int, int]]:
+        modules = sharded_modules(self.executor.roots)
+        records = [
+            record for module in modules for record in cast(Any, module)._get_fsdp_state()._fsdp_param_group.fsdp_params
+        ]
+        return [(r.unsharded_param.data_ptr(), r.unsharded_accumulated_grad.data_ptr()) for r in records]
+
+    def run(self, tokens: Tensor, labels: Tensor, divisor: Tensor) -> Tensor:
+        assert self.look() == self.places
+        Recorded.runs += 1
+        return self.forward_backward(tokens, labels, divisor)
+
+
+def three_steps(executor: Distributed, part: slice = slice(None)) -> list[dict[str, Tensor]]:
+    """The gradients of each, and what an evaluation between them finds; weights change after each."""
+    found, tokens = [], np.random.default_rng(1).integers(0, 96, (2, 32))
+    for _ in range(3):
+        found.append({name: gradient.clone() for name, gradient in gradients(executor, True, part).items()})
+        with executor.evaluating():
+            found[-1]["loss"] = executor.loss_sum(tokens, tokens).clone()
+        with torch.no_grad():
+            for parameter in executor.parameters:
+                local(parameter.tensor).sub_(local(parameter.tensor.grad), alpha=0.1)
+                parameter.tensor.grad = None
+    return found
+
+
+def assert_capturing_changes_nothing(run: RunConfig, layout: Layout, world: World) -> None:
+    first, end = 8 * world.rank_env.rank // layout.data, 8 * (world.rank_env.rank + 1) // layout.data
+    part = slice(first, end)
+    expected = three_steps(build_distributed(run, layout, world, CPU, False, NoMessages()), part)
+    executor = build_distributed(run.model_copy(update={"cuda_graphs": True}), layout, world, CPU, False, NoMessages())
+    Recorded.executor, Recorded.runs = executor, 0
+    cuda_graph.MicrobatchGraph = Recorded  # type: ignore[misc,assignment]
+    cuda_graph._seconds = lambda work, device: 0.1 * bool(work())
+    cuda_graph.why_no_graph = lambda *_: None
+    found = three_steps(executor, part)
+    assert isinstance(executor.graph, Recorded) and Recorded.runs == 1 + 2 * (8 // layout.data // 2)  # tried once
+    for step, other in zip(expected, found, strict=True):
+        assert step.keys() == other.keys() and all(torch.equal(other[name], step[name]) for name in step)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_step_between_one_gathering_and_one_reduction_has_the_same_bits(
+    world: World, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MicrobatchGraph", "_seconds", "why_no_graph"):  # restored afterwards
+        monkeypatch.setattr(cuda_graph, name, getattr(cuda_graph, name))
+    assert_capturing_changes_nothing(config(precision), Layout(), world)
+
+
+def test_what_stays_in_place_for_a_graph_can_be_freed_again(world: World) -> None:
+    executor = build_distributed(config("bf16"), Layout(), world, CPU, False, NoMessages())
+    accumulation = GradientAccumulation(executor.roots)
+    accumulation.hold_weights(True)
+    accumulation.stay_in_place(True)
+    accumulation.gather()
+    block = executor.roots[0].gpt.blocks["0"]
+    (record, *_) = cast(Any, block)._get_fsdp_state()._fsdp_param_group.fsdp_params
+    size = record.all_gather_outputs[0].untyped_storage().size
+    accumulation.stop()
+    executor.weights_changed()
+    assert size() > 0
+    accumulation.stay_in_place(False)
+    assert size() == 0
 
 
 def test_one_process_finds_the_same_with_weights_that_are_cast_for_each_use() -> None:
@@ -147,6 +226,8 @@ def one_of_two(rank: int, port: int, folder: str) -> None:
         found = gradients(executor, hold, slice(first, end), whole=True)
         if rank == 0:
             torch.save(found, f"{folder}/{precision}-{hold}")
+    for layout in (Layout(shard=2), Layout(replicate=2)):
+        assert_capturing_changes_nothing(config("bf16"), layout, world)
     dist.barrier()
     dist.destroy_process_group()
 

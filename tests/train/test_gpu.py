@@ -83,9 +83,11 @@ def test_wrapped_by_fsdp_a_run_trains_as_alone_and_by_the_same_kernels(
     assert wrapped[-1]["loss/train/total"] == pytest.approx(alone[-1]["loss/train/total"], rel=0.05)
 
 
-@pytest.mark.parametrize("graphs", ["false", "true"])
+@pytest.mark.parametrize(
+    "more", [["cuda_graphs=false"], ["cuda_graphs=true"], ["cuda_graphs=true", "parallel.shard=1"]]
+)
 def test_a_step_never_waits_for_the_device(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     """With torch set to raise an error on any synchronization from the third step on, two more steps run through."""
     from ingot.training import testing
@@ -102,12 +104,12 @@ def test_a_step_never_waits_for_the_device(
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(testing, "_wrapper", watched)
-    run(data, tmp_path / "run", "max_duration=4ba", "device_train_microbatch_size=8", f"cuda_graphs={graphs}")
+    run(data, tmp_path / "run", "max_duration=4ba", "device_train_microbatch_size=8", *more)
     assert steps == 4
 
 
 @pytest.mark.parametrize("more", [[], ["compile=false"], ["precision=fp16"], ["model.positions=alibi"],
-                                  ["optimizer.name=muon"]], ids=str)  # fmt: skip
+                                  ["optimizer.name=muon"], ["parallel.shard=1"]], ids=str)  # fmt: skip
 def test_a_run_with_cuda_graphs_has_the_losses_of_one_without(data: Path, tmp_path: Path, more: list[str]) -> None:
     """Through evaluation, and in a run that is resumed."""
     size = ["device_train_microbatch_size=4", "deterministic=true", *more]

@@ -128,7 +128,8 @@ class RunConfig(Section):
     """Execution: use torch.compile. auto: only on a GPU."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Execution: replay the kernels of a microbatch as one CUDA graph instead of launching them one by one. auto: on a
-    single GPU, if a measurement after the first step shows that it is faster."""
+    single GPU, if a measurement after the first step shows that it is faster. true works with data parallelism, too:
+    weights are then gathered before a step and gradients summed after it, and neither overlaps with computing."""
     deterministic: bool | Literal["auto"] = "auto"
     """Execution: use only deterministic kernels. auto: on a CPU, where they cost nothing."""
     max_wall_time: Duration | None = None

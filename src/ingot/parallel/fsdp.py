@@ -83,6 +83,9 @@ class GradientAccumulation:
     While weights stay gathered and sums stay in their buffers, FSDP2 has nothing to do around a pass, but its hooks
     still take the host's time for every block. So the microbatches between the first and the last of a step,
     if they add to buffers, run without them: they are the program of one process.
+
+    With `gather` before a step and `reduce` after it, that is so for every microbatch: nothing overlaps with
+    communication, but a pass can be captured in a CUDA graph, which needs `stay_in_place`.
     """
 
     def __init__(self, roots: Sequence[LossModel]):
@@ -97,6 +100,7 @@ class GradientAccumulation:
             tuple[Tensor, Tensor]
         ] = []  # gathered weights and where to add their gradients, without hooks
         self._is_first = True
+        self._kept: dict[FSDPModule, Tensor] | None = None  # buffers that are used again
         self.holds_weights = False
 
     def hold_weights(self, hold: bool) -> None:
@@ -115,12 +119,50 @@ class GradientAccumulation:
             if not parameters:
                 continue
             sizes = [-(-p.sharded_param.numel() // ALIGNMENT) * ALIGNMENT for p in parameters]
-            buffer = torch.zeros(sum(sizes), device=parameters[0].device)
+            buffer = self._zeros(module, sum(sizes), parameters[0].device)
             for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
                 shape = parameter.sharded_param.shape
                 # .data has its own version counter: autograd must not take an addition to one for a change of all
                 parameter.unsharded_accumulated_grad = part[: shape.numel()].data.view(shape)
             self._parameters += parameters
+
+    def _zeros(self, module: FSDPModule, size: int, device: torch.device) -> Tensor:
+        if self._kept is None:
+            return torch.zeros(size, device=device)
+        if module not in self._kept:
+            self._kept[module] = torch.empty(size, device=device)
+        return self._kept[module].zero_()
+
+    def stay_in_place(self, stay: bool) -> None:
+        """Choose whether gathered weights and sums are at the same addresses in every step, and never freed."""
+        self.stop()
+        self._kept = {} if stay else None
+        for parameter in chain.from_iterable(map(_own_parameters, self._modules)):
+            if stay:
+                parameter.free_unsharded_param = _keep
+            else:
+                vars(parameter).pop("free_unsharded_param", None)
+        if not stay:
+            for module in self._modules:
+                module.unshard()  # only then can they be freed
+                module.reshard()
+
+    def gather(self) -> None:
+        """Begin a step whose microbatches all run without hooks."""
+        self.start()
+        self.before_microbatch(last=True)
+        self._attach_hooks(False)
+        for module in self._modules:
+            module.unshard()
+        self._buffers = [(p.unsharded_param, p.unsharded_accumulated_grad) for p in self._parameters]
+
+    def reduce(self) -> None:
+        """End it: sum its gradients over all ranks, as FSDP2 does after a backward pass."""
+        self._attach_hooks(True)
+        self._buffers = []
+        for root in self._roots:
+            state: Any = root
+            state._get_fsdp_state()._root_post_backward_final_callback()
 
     def stop(self) -> None:
         """Drop gradients that have not been reduced."""
@@ -174,6 +216,10 @@ def _quantize_weights(layers: list[Fp8Linear], *_: Any) -> None:
         if layer.quantize_weight():
             assert isinstance(layer.working, GatheredWeight)
             layer.working.accumulator.free_unsharded_param()
+
+
+def _keep() -> None:
+    """In place of what frees gathered weights."""
 
 
 class _NoReduction(ReduceScatter):

@@ -72,7 +72,7 @@ def plan_execution(config: RunConfig, env: RankEnv, listener: RunListener) -> Ex
     if is_distributed:
         check_distributed(config, layout)
     devices.check_precision(config, device)
-    check_cuda_graphs(config, device, is_distributed)
+    check_cuda_graphs(config, device, layout)
     compiled, why_compiled = devices.choose_compile(config, device, layout)
     listener.note(f"device: {device.type} ({why_device})")
     listener.note(f"precision: {config.precision} (weights and optimizer in fp32)")

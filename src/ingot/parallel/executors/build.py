@@ -36,7 +36,7 @@ def build_distributed(
     model = parallelize(config.model, config.parallel, layout, options)
     for note in model.notes:
         messages.note(note)
-    executor = Distributed(model, config, world)
+    executor = Distributed(model, config, world, messages)
     executor.init_weights(config.seed)
     return executor
 

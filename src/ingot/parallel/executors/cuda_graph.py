@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ingot.config.run import RunConfig
 from ingot.errors import ConfigError
+from ingot.parallel.layout import Layout
 
 TIMED_PASSES = 4
 LONG_SECONDS = 0.1  # of compute in a microbatch: next to it, launch overhead is negligible
@@ -58,10 +59,13 @@ class MicrobatchGraph:
         return self.loss
 
 
-def why_no_graph(config: RunConfig, device: torch.device, recompute: str | None) -> str | None:
-    """Why a single process cannot capture a run's passes; None if it can."""
+def why_no_graph(config: RunConfig, device: torch.device, recompute: str | None, layout: Layout) -> str | None:
+    """Why a run's passes cannot be captured; None if they can."""
     if device.type != "cuda":
         return "a CPU has none"
+    for axis in ("tensor", "context", "pipeline"):
+        if getattr(layout, axis) > 1:
+            return f"with parallel.{axis} processes exchange data within a pass"
     if config.precision == "fp8":
         return "8-bit products pay where launches do not limit"
     if recompute is not None:
@@ -72,9 +76,9 @@ def why_no_graph(config: RunConfig, device: torch.device, recompute: str | None)
     return None
 
 
-def check_cuda_graphs(config: RunConfig, device: torch.device, distributed: bool) -> None:
+def check_cuda_graphs(config: RunConfig, device: torch.device, layout: Layout) -> None:
     """Refuse `cuda_graphs=true` where it is not possible."""
-    why = "collectives are not captured" if distributed else why_no_graph(config, device, config.recompute)
+    why = why_no_graph(config, device, config.recompute, layout)
     if config.cuda_graphs is True and why is not None:
         raise ConfigError(f"cuda_graphs=true is not possible: {why}; use auto")
 
@@ -86,6 +90,7 @@ class GraphChoice:
     config: RunConfig
     device: torch.device
     recompute: str | None
+    layout: Layout
     least_seconds: float
     """What the FLOPs of a microbatch take at the device's peak."""
 
@@ -93,7 +98,7 @@ class GraphChoice:
         self, forward_backward: Pass, parameters: Sequence[Tensor], arguments: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[MicrobatchGraph | None, str]:
         """A graph if it is faster, and why. Gradients are left as the timed passes made them."""
-        if why := why_no_graph(self.config, self.device, self.recompute):
+        if why := why_no_graph(self.config, self.device, self.recompute, self.layout):
             return None, f"CUDA graphs: off ({why})"
         always = self.config.cuda_graphs is True
         if not always and self.least_seconds > LONG_SECONDS:

@@ -6,7 +6,6 @@ One process may run this as well (`parallel.shard=1`): the same program on a wor
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
+from ingot.errors import ConfigError
 from ingot.model.attention import AttentionOp
 from ingot.model.branch_attention import BranchAttention, TokenRows, attending_by
 from ingot.model.gpt import GPT
@@ -29,7 +29,9 @@ from ingot.parallel.coordinator import Coordinator, LocalCoordinator, StoreCoord
 from ingot.parallel.dtensor import fill, gather, local
 from ingot.parallel.executors.base import (
     MemoryUse,
+    Messages,
     NamedParameter,
+    NoMessages,
     count_labels,
     dropout_keys,
     measure_memory,
@@ -41,6 +43,7 @@ from ingot.parallel.executors.base import (
     to_device,
 )
 from ingot.parallel.executors.comm_timer import CommTimer
+from ingot.parallel.executors.cuda_graph import GraphChoice, MicrobatchGraph
 from ingot.parallel.executors.device import usable_memory
 from ingot.parallel.executors.oom import OutOfMemory
 from ingot.parallel.loss_model import uncompiled
@@ -56,8 +59,8 @@ class Distributed:
     whole_model: GPT | None = None
     enough_tokens = 8192  # more than on one process, if each microbatch gathers the weights again
 
-    def __init__(self, model: ParallelModel, config: RunConfig, world: World):
-        self.config, self.world, self.rank_env = config, world, world.rank_env
+    def __init__(self, model: ParallelModel, config: RunConfig, world: World, messages: Messages = NoMessages()):
+        self.config, self.world, self.rank_env, self.messages = config, world, world.rank_env, messages
         self.mesh, self.roots, self.pipeline, self._stages = model.mesh, model.roots, model.pipeline, model.stages
         self.device, self.layout, self.data_rank = self.mesh.device, self.mesh.layout, self.mesh.data_rank
         self.coordinator: Coordinator = StoreCoordinator(world) if world.rank_env.world > 1 else LocalCoordinator()
@@ -78,7 +81,9 @@ class Distributed:
         shares = [0.0 if p.is_tied_copy else 1 / _holders(p.tensor) for p in self.parameters]
         self._shares = torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._counts_loss = self.mesh.tensor_rank == 0 and (self.pipeline is None or self.pipeline.has_last)
-        self._step = 0
+        self._step, self._steps_done = 0, 0
+        self.graph: MicrobatchGraph | None = None
+        self._wants_graph = config.cuda_graphs is True
         self._comm_timer = CommTimer(self.device)
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._flag_reduction: dist.Work | None = None
@@ -102,8 +107,11 @@ class Distributed:
             tokens, labels = to_device(batch.tokens, self.device), to_device(batch.labels, self.device)
             loss = self.pipeline.accumulate(tokens, labels, keys, count, divisor)
         else:
-            self._start_accumulating()
-            loss = run_microbatches(partial(self._forward_backward, divisor), batch, self.microbatch, self.device, keys)
+            if self._wants_graph and self._steps_done == 1:  # the first step compiles
+                self._capture_graph(batch, divisor)
+            graph = self.graph
+            loss = self._launch(batch, divisor, keys) if graph is None else self._replay(graph, batch, divisor)
+        self._steps_done += 1
         return loss if loss_scale is None else loss / loss_scale
 
     def clip_gradients(self, limit: float | None, loss_scale: Tensor | None = None) -> Tensor:
@@ -117,15 +125,50 @@ class Distributed:
         for root in self.roots:
             refresh(root)
 
-    def _forward_backward(
-        self, divisor: Tensor, tokens: Tensor, labels: Tensor, keys: Tensor | None = None, last: bool = True
-    ) -> Tensor:
-        self._accumulation.before_microbatch(last)
+    def _launch(self, batch: Batch, divisor: Tensor, keys: Tensor | None) -> Tensor:
+        """A step whose passes overlap with the communication of FSDP2."""
+
+        def forward_backward(tokens: Tensor, labels: Tensor, keys: Tensor | None, last: bool) -> Tensor:
+            self._accumulation.before_microbatch(last)
+            return self.forward_backward(tokens, labels, divisor, keys)
+
+        self._start_accumulating()
+        return run_microbatches(forward_backward, batch, self.microbatch, self.device, keys)
+
+    def _replay(self, graph: MicrobatchGraph, batch: Batch, divisor: Tensor) -> Tensor:
+        """A step whose passes are a CUDA graph, between one gathering and one reduction."""
+
+        def forward_backward(tokens: Tensor, labels: Tensor, keys: Tensor | None, last: bool) -> Tensor:
+            return graph.run(tokens, labels, divisor)
+
+        self._accumulation.gather()
+        loss = run_microbatches(forward_backward, batch, self.microbatch, self.device, None)
+        self._accumulation.reduce()
+        return loss
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor, divisor: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Add the gradients of a microbatch's part of the loss. Return that part."""
         with autocast(self.config.precision, self.device):
             loss = self.roots[0](tokens, labels, keys) / divisor
         loss.backward()
         self._accumulation.after_microbatch()
         return loss.detach()
+
+    def _capture_graph(self, batch: Batch, divisor: Tensor) -> None:
+        """Capture the pass of a microbatch, for later steps to replay."""
+        if not self.holds_weights:
+            why = "weights are gathered for each pass"
+            raise ConfigError(f"cuda_graphs=true is not possible: {why}; use auto, or a smaller microbatch")
+        self._wants_graph = False
+        tokens, labels = (to_device(x[: self.microbatch], self.device) for x in (batch.tokens, batch.labels))
+        choice = GraphChoice(self.config, self.device, self.recompute, self.layout, 0.0)
+        self._accumulation.stay_in_place(True)
+        self._accumulation.gather()
+        self.graph, reason = choice.measure(self.forward_backward, [], (tokens, labels, divisor))
+        self._drop_gradients()
+        if self.graph is None:
+            self._accumulation.stay_in_place(False)
+        self.messages.note(reason)
 
     def _start_accumulating(self) -> None:
         if self.holds_weights and self.layout.tensor == 1:  # torch accumulates DTensors itself
@@ -312,7 +355,8 @@ class Distributed:
             if self.holds_weights:
                 self._drop_gradients()
             self._start_accumulating()
-            self._forward_backward(one, inputs, inputs, None, last)
+            self._accumulation.before_microbatch(last)
+            self.forward_backward(inputs, inputs, one)
 
     def start_comm_timer(self) -> None:
         self._comm_timer.start()

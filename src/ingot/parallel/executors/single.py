@@ -1,5 +1,5 @@
-"""One process holds the whole model. The fast paths that collectives rule out are here: repeating a batch in smaller
-microbatches when memory runs out, and CUDA graphs."""
+"""One process holds the whole model. What collectives rule out is here: repeating a batch in smaller microbatches when
+memory runs out, and deciding on a CUDA graph by a measurement of this process alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,9 +145,8 @@ class SingleProcess:
         self._graph_decided = True
         tokens, labels = (to_device(x[: self.microbatch], self.device) for x in (batch.tokens, batch.labels))
         flops = self.config.model.flops_per_token(self.config.max_seq_len) * tokens.numel()
-        choice = GraphChoice(
-            self.config, self.device, self.recompute, flops / peak_flops(self.device, self.config.precision)[0]
-        )
+        least_seconds = flops / peak_flops(self.device, self.config.precision)[0]
+        choice = GraphChoice(self.config, self.device, self.recompute, self.layout, least_seconds)
         tensors = [p.tensor for p in self.parameters]
         self.graph, reason = choice.measure(self.forward_backward, tensors, (tokens, labels, divisor))
         self._drop_gradients()
