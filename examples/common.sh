@@ -45,10 +45,10 @@ has_slurm() {
 await() {
   local state=''
   while :; do
-    state=$(ingot status "$1" | sed -n 's/^state: //p')
+    state=$(ingot status "$1" | sed -n 's/^state: \([a-z ]*\).*/\1/p')
     case $state in
       finished) return 0 ;;
-      queued | starting | running | stopping | unknown*) sleep 2 ;;
+      queued | starting | running | restarting | waiting | stopping | ending | suspended | held | unknown) sleep 2 ;;
       *)
         echo "$1 is $state" >&2
         ingot logs --errors "$1" >&2

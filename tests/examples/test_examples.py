@@ -13,7 +13,9 @@ from cluster import Cluster, cluster
 from shell_check import shellcheck
 
 from ingot.data.loading.inspect import describe, find_splits
+from ingot.launch.monitor.status import Status
 from ingot.launch.spec import read_spec
+from ingot.launch.supervisor.state_file import now
 from ingot.migrate import load_run_config
 from ingot.report.metrics_file import read_rows
 
@@ -63,6 +65,42 @@ def run_script(name: str, folder: Path, first: Path | None = None, **variables: 
                           stderr=subprocess.STDOUT, text=True, timeout=600)  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+SAYING = """#!{python}
+# Stands for `ingot status` at several moments.
+import sys
+from pathlib import Path
+
+left = Path({states!r})
+if sys.argv[1] != "status":
+    sys.exit(f"said {{sys.argv[1:]}}")
+first, *others = left.read_text().splitlines()
+left.write_text("\\n".join(others))
+print(first)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("finished", 0), ("halted: no such file", 1), ("stopped", 1), ("not running", 1)]
+)
+def test_the_walkthroughs_wait_through_every_state_of_a_job_and_take_its_end(
+    tmp_path: Path, end: str, code: int
+) -> None:
+    """As `ingot status` writes it for people: with a reason, and since when."""
+    waiting = ["queued", "unknown: the cluster does not answer", "held", "suspended", "starting", "running",
+               "waiting: a disk is full", "restarting", "stopping", "ending: job 7 is being cleaned up by Slurm"]  # fmt: skip
+    (tmp_path / "states").write_text("\n".join(Status(state, now()).lines()[0] for state in [*waiting, end]) + "\n\n")
+    (tmp_path / "ingot").write_text(SAYING.format(python=sys.executable, states=str(tmp_path / "states")))
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for name in ("ingot", "sleep"):
+        (tmp_path / name).chmod(0o755)
+    script = f"set -euo pipefail; source {EXAMPLES}/common.sh {tmp_path}/out; await run"
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "states").read_text() == "", "no state was taken for the end"
+    assert code == 0 or "said ['logs', '--errors', 'run']" in done.stderr
 
 
 def check_results(name: str, folder: Path) -> None:

@@ -184,9 +184,14 @@ class TestLimits:
     def test_a_stop_signal_before_there_is_a_supervisor_ends_the_job(
         self, cluster: Cluster, data: Path, tmp_path: Path
     ) -> None:
-        """S2: in the first second, whatever of the script runs by then."""
-        run = Watched(cluster, data, tmp_path / "run", **ALL).submit()
-        run.wait(lambda: "RUNNING" in run.states())
+        """S2: in the first second. The guard takes a minute to start here."""
+        guard, began = tmp_path / "hook" / "sitecustomize.py", tmp_path / "began"
+        guard.parent.mkdir()
+        wait = f"open({str(began)!r}, 'w').close(); time.sleep(60)"
+        guard.write_text(f"import sys, time\nif 'ingot.launch.slurm.guard' in sys.orig_argv: {wait}\n")
+        run = Watched(cluster, data, tmp_path / "run", **ALL)
+        run.env |= {"PYTHONPATH": str(guard.parent)}
+        run.submit().wait(began.exists)
         cluster.ask("scancel", "--batch", "--signal=USR2", run.job)
         run.end("FAILED")
         assert len(run.of(Started)) <= 1 and not (run.folder / "metrics.jsonl").exists()
