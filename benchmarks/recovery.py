@@ -4,10 +4,11 @@
 
 A real Slurm of three nodes on this one machine (tests/launch/cluster.py; needs root and Debian's Slurm packages) runs a
 small model, one process on each of two nodes over gloo, a step every 0.2 s or more. Copies in host memory are made
-every 10 steps, checkpoints every 40, and the failure comes between steps 71 and 79. Processes and nodes are killed, processes
-stopped for real. Time runs from the failure to the end of the next step, with detection, judgment, checks of the nodes
-and imports. Budgets of hangs are shorter here than by default; `computed` has the default, and what 1,024 nodes would
-take, as formulas with their inputs. `before` is the same arithmetic for commit 6a238e8, which this script cannot run.
+every 10 steps, checkpoints every 40, and the failure comes between steps 71 and 79. Processes and nodes are killed,
+processes stopped for real. Time runs from the failure to the end of the next step, with detection, judgment, checks of
+the nodes and imports. Budgets of hangs are shorter here than by default; `computed` has the default, and what
+1,024 nodes would take, as formulas with their inputs. `before` is the same arithmetic for commit 6a238e8, which this
+script cannot run.
 The table is also written to benchmarks/results/recovery.json, after each run.
 """
 

@@ -12,6 +12,7 @@ from test_supervise import Job, once
 from waiting import until
 
 from ingot.launch.messages import ADDRESS_VARIABLE, Collect, Signalled
+from ingot.launch.slurm import allocation
 from ingot.launch.slurm.allocation import SlurmCluster
 from ingot.launch.supervisor import judge
 from ingot.launch.supervisor.cluster import AgentEnded, LostNode
@@ -214,3 +215,39 @@ print("PreemptTime=2026-01-01T00:00:00")
     cluster = SlurmCluster(run, {**os.environ, "SLURM_JOB_ID": "8"})
     assert asyncio.run(cluster.signal_reason()) == "preempt"
     assert (tmp_path / "times").read_text() == "xx"
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_answering"),
+    [
+        (["kill", "UP"], True),
+        (["DOWN", "kill", "UP"], True),
+        (["DOWN", "DOWN", "DOWN"], False),
+    ],
+)
+def test_one_question_that_fails_does_not_make_the_controller_silent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[str],
+    is_answering: bool,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Slurm signals all processes of a job that it ends, the one that asks among them."""
+    asked = tmp_path / "asked"
+    body = f"""
+import signal
+with open({str(asked)!r}, "a") as file:
+    file.write("x")
+answer = {answers}[len(open({str(asked)!r}).read()) - 1]
+if answer == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+print("Slurmctld(primary) at n1 is", answer)
+sys.exit(answer == "DOWN")
+"""
+    put_on_path(monkeypatch, tmp_path / "bin", "scontrol", body)
+    monkeypatch.setattr(allocation, "PING_PAUSES", (0.0, 0.0, 0.0))
+    run = spec(run_folder=str(tmp_path / "run"), workdir=str(tmp_path), image=None)
+    cluster = SlurmCluster(run, {**os.environ, "SLURM_JOB_ID": "7"})
+    assert asyncio.run(cluster.is_answering()) == is_answering
+    assert len(asked.read_text()) == len(answers)
+    assert ("scontrol ping: exit code 1, Slurmctld(primary) at n1 is DOWN" in capfd.readouterr().out) != is_answering
