@@ -1,14 +1,18 @@
 """Task lists, bare files, gauntlets and the verb: what is understood, and what is refused with one sentence."""
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from conftest import Ingot
 from typer.testing import CliRunner
+from warm_process import spawn_warm
 
 from ingot.checkpoint.store import MODEL, save_checkpoint
 from ingot.cli.main import app
@@ -16,6 +20,7 @@ from ingot.config.evaluation import GauntletConfig, TaskConfig
 from ingot.config.model import ModelConfig
 from ingot.data.tokenizer_training import train_tokenizer
 from ingot.errors import ConfigError, DataError, IngotError
+from ingot.evaluation.processes import joined_processes
 from ingot.evaluation.tasks.answering import cut, is_right, normalize
 from ingot.evaluation.tasks.gauntlet import composite_scores
 from ingot.evaluation.tasks.records import read_records
@@ -241,6 +246,22 @@ def test_several_checkpoints_make_one_table(run: Path) -> None:
                            run / "curves.png")  # fmt: skip
     assert header in backwards.output  # in order of steps
     assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def leave_together(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    with joined_processes():
+        if rank == 0:
+            time.sleep(0.5)
+            Path(folder, "late").touch()
+    assert not dist.is_initialized() and Path(folder, "late").exists()
+
+
+def test_processes_that_share_questions_leave_together(tmp_path: Path) -> None:
+    """One that left early ended another at its exit, once in many times: the scores were printed, and the code was 6."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spawn_warm(leave_together, args=(store.port, str(tmp_path)), nprocs=2)
 
 
 def test_processes_share_the_questions_and_find_the_same(run: Path, tmp_path: Path, ingot: Ingot) -> None:

@@ -70,13 +70,13 @@ def say_where(written: Path | None) -> None:
 
 
 def _score(paths: Sequence[Path], given: EvalOptions, shows: bool) -> "list[ModelReport]":
-    from ingot.evaluation.processes import join_processes
+    from ingot.evaluation.processes import joined_processes
     from ingot.evaluation.tasks.offline import TaskRequest, evaluate_model
 
     with progress_bar(shows) as (say, progress):
         request = TaskRequest.of(given.tasks, given.gauntlet, given.num_fewshot, given.limit, say)
-        join_processes()
-        reports = [evaluate_model(path, request, given.device, say, progress) for path in paths]
+        with joined_processes():
+            reports = [evaluate_model(path, request, given.device, say, progress) for path in paths]
     steps = [report.step for report in reports if report.step is not None]
     if len(steps) == len(reports) and len({report.run for report in reports}) == 1:
         reports.sort(key=lambda report: report.step or 0)  # a shell sorts 1000 before 200

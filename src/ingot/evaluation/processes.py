@@ -2,7 +2,8 @@
 they find is added up, so that all know everything and the first one reports it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from ingot.evaluation.tasks.prompts import PromptRow, Question
 from ingot.evaluation.tasks.run import QuestionScorer
 from ingot.evaluation.tasks.scoring import RowScore
 from ingot.parallel.rank_env import RankEnv, find_rank_env
-from ingot.parallel.rendezvous import join_world
+from ingot.parallel.rendezvous import join_world, leave_world
 
 _JOIN_SECONDS = 300.0
 
@@ -69,8 +70,11 @@ class SharedScorer:
         return sorted(range(len(order)), key=order.__getitem__)[self.rank :: self.world]
 
 
-def join_processes() -> None:
-    """Meet the other processes, if there are any."""
+@contextmanager
+def joined_processes() -> Iterator[None]:
+    """With the other processes, if there are any; all leave together, unless this one has failed."""
     env = find_rank_env()
     if env.world > 1:
         join_world(env, torch.device("cpu"), _JOIN_SECONDS)
+    yield
+    leave_world()
