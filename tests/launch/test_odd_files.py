@@ -140,7 +140,7 @@ def test_a_launch_spec_that_is_something_else_is_one_sentence(
     ingot_here("status", str(run))
 
 
-def test_the_account_of_another_run_alone_is_refused_and_not_that_of_a_copied_or_moved_run(tmp_path: Path) -> None:
+def test_a_state_file_of_another_run_is_refused_but_not_a_run_that_was_copied_or_moved(tmp_path: Path) -> None:
     runs = {name: tmp_path / name for name in ("other", "mine", "copy")}
     (runs["mine"] / "launch").mkdir(parents=True)
     spec(run_folder=str(runs["other"]), workdir=str(tmp_path), image=None).write()
@@ -149,7 +149,7 @@ def test_the_account_of_another_run_alone_is_refused_and_not_that_of_a_copied_or
     shutil.copytree(runs["other"], runs["copy"])
     shutil.copy(state.path, runs["mine"] / "launch")
     mine = runs["mine"] / "launch" / "state.jsonl"
-    with pytest.raises(ConfigError, match=f"{mine} is the account of another run, {runs['other']}; move it away with"):
+    with pytest.raises(ConfigError, match=f"{mine} belongs to another run, {runs['other']}; move it away with"):
         register_train(runs["mine"])
     assert [path.name for path in (runs["mine"] / "launch").iterdir()] == ["state.jsonl"]
     for run in (runs["other"], runs["copy"]):

@@ -2,6 +2,7 @@
 administrator queues it again. Whatever the moment, the run goes on, and ends as the undisturbed one."""
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ PartitionName=urgent Nodes=ALL PriorityTier=9 PreemptMode=OFF MaxTime=INFINITE S
 
 @pytest.fixture(scope="module")
 def preempting(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Iterator[Cluster]:
-    """Another cluster (`cluster` is named only because it skips where there is no Slurm). Its nodes are cleaned up
-    after a job for as long as the file `dirty` is there."""
+    """Another cluster (`cluster` is named only because it skips where there is no Slurm). After a job,
+    its epilog waits until the file `dirty` is gone."""
     folder = tmp_path_factory.mktemp("preempting")
     two = Cluster(folder, 2, 3, f"{PREEMPTION}Epilog={folder}/epilog\n")
     (folder / "epilog").write_text(f"#!/bin/bash\nwhile test -e {folder}/dirty; do sleep 0.1; done\n")
@@ -194,6 +195,7 @@ class TestLimits:
         run.submit().wait(began.exists)
         cluster.ask("scancel", "--batch", "--signal=USR2", run.job)
         run.end("FAILED")
+        assert f"ExitCode=0:{int(signal.SIGUSR2)}" in cluster.ask("scontrol", "--oneliner", "show", "job", run.job)
         assert len(run.of(Started)) <= 1 and not (run.folder / "metrics.jsonl").exists()
         assert not run.of(Excluded) and judge.strikes(run.records) == {}
 

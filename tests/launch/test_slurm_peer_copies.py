@@ -60,7 +60,7 @@ def test_an_agent_that_is_killed_and_started_again_fetches_what_it_had(
     """As by the out-of-memory killer; there is no spare."""
     run = Copied(cluster, data, tmp_path / "run")
     run.wait_for_copies()
-    run.go.touch()  # the rank that holds would do so again on the same node
+    run.go.touch()  # otherwise the rank waits again after the restart, which is on the same node
     run.wait((tmp_path / "struck").exists)
     pid, _ = rank_process(run, 1)
     assert pid

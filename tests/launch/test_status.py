@@ -58,6 +58,20 @@ def write(run: Path, job: Job) -> None:
         assert state.append(record)
 
 
+def own(run: Path) -> None:
+    """Job 7 trains in the folder, on another machine."""
+    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+
+
+def in_phase(run: Path, name: str) -> None:
+    """A run whose job 7 is in this phase of its first attempt."""
+    job = start()
+    job.open()
+    phase(job, name)
+    write(run, job)
+    own(run)
+
+
 def phase(job: Job, name: str, detail: str = "") -> None:
     job.add(PhaseBegan(time=job.now(), epoch=job.epoch, phase=name, detail=detail))  # type: ignore[arg-type]
 
@@ -152,11 +166,7 @@ def test_a_suspended_job_is_not_running_although_its_processes_live(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the next job of its chain waits, which a request to stop must not hide."""
-    job = start()
-    job.open()
-    phase(job, "running")
-    write(run, job)
-    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    in_phase(run, "running")
     line = f"7|SUSPENDED|{run}/launch/job.sh|N/A|None"
     for first in ("", f"7_2|PENDING|{run}/launch/job.sh|N/A|JobArrayTaskLimit\\n"):
         slurm(tmp_path, monkeypatch, first + line)
@@ -181,7 +191,7 @@ def test_while_slurm_cleans_up_a_job_it_is_neither_queued_nor_in_the_way_of_stop
     assert describe(facts(job, jobs=ending, owner=OWNER)).state == "stopping"  # it has KillWait to save
     job.close(Cause("stopped", "saved"), steps=5)
     write(run, job)
-    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    own(run)
     line = f"7|COMPLETING|{run}/launch/job.sh|N/A|None"
     slurm(tmp_path, monkeypatch, line)
     status = read_status(run)
@@ -275,7 +285,7 @@ def test_status_tells_the_whole_story_in_words_and_in_json(
     phase(job, "running")
     write(run, job)
     slurm(tmp_path, monkeypatch, f"7|RUNNING|{run}/launch/job.sh|2026-01-02T00:00:00|None")
-    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    own(run)
     text = ingot_here("status", str(run)).stdout
     shown = [
         "state: running, since 20",
@@ -329,7 +339,7 @@ def test_an_orphan_of_an_ended_job_is_not_a_running_run(
     job.open()
     write(run, job)
     slurm(tmp_path, monkeypatch, f"7|FAILED|{run}/launch/job.sh|N/A|None")
-    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
+    own(run)
     status = read_status(run)
     assert status.state == "not running" and "job 7 ended as FAILED" in status.next
     assert status.warnings == [
@@ -442,12 +452,8 @@ def test_a_save_is_over_when_the_metrics_have_a_newer_batch(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The phase is written down every ten seconds at most."""
-    job = start()
-    job.open()
-    phase(job, "saving")
-    write(run, job)
+    in_phase(run, "saving")
     slurm(tmp_path, monkeypatch, f"7|RUNNING|{run}/launch/job.sh|2026-01-02T00:00:00|None")
-    (run / "owner.json").write_text(json.dumps({"host": "n1", "pid": 1, "started": "1", "job": "7"}))
     written = (run / "launch" / "state.jsonl").stat().st_mtime
     for later, then in ((-1, "it is saving now"), (1, "before its time limit (2026-01-02 00:00:00)")):
         os.utime(run / "metrics.jsonl", (written + later, written + later))

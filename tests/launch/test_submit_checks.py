@@ -311,6 +311,6 @@ def test_a_secret_that_is_nowhere_is_refused_where_the_job_is_submitted(
     with pytest.raises(ConfigError, match="the secret HF_TOKEN is neither in the environment nor in"):
         check_secrets(launch, has_slurm=True)
     (note,) = check_secrets(launch, has_slurm=False)
-    assert "HF_TOKEN" in note and "where the job is submitted" in note
+    assert "HF_TOKEN" in note and "the machine that submits the job needs it" in note
     monkeypatch.setenv("HF_TOKEN", "x" * 20)
     assert check_secrets(launch, has_slurm=True) == []

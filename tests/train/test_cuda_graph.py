@@ -35,7 +35,7 @@ def test_cuda_graphs_true_is_an_error_where_they_are_impossible() -> None:
         check_cuda_graphs(config("cuda_graphs=true", "activation_checkpointing=true"), GPU, ONE)
     check_cuda_graphs(config("cuda_graphs=true"), GPU, Layout(shard=2))
     for axis in ("tensor", "context", "pipeline"):
-        with pytest.raises(ConfigError, match=f"with parallel.{axis} processes exchange data within a pass"):
+        with pytest.raises(ConfigError, match=f"parallel.{axis} communicates inside a pass"):
             check_cuda_graphs(config("cuda_graphs=true"), GPU, Layout(**{axis: 2}))
 
 

@@ -72,7 +72,7 @@ class SharedScorer:
 
 @contextmanager
 def joined_processes() -> Iterator[None]:
-    """With the other processes, if there are any; all leave together, unless this one has failed."""
+    """Join the other processes, if there are any, and leave together with them; one that has failed does not wait."""
     env = find_rank_env()
     if env.world > 1:
         join_world(env, torch.device("cpu"), _JOIN_SECONDS)

@@ -95,7 +95,7 @@ def refuse_state_of_another(launch: LaunchFolder) -> None:
         return
     if not launch.spec_file.is_file() or read_spec(launch.spec_file).run_folder != launched.run:
         then = f"move it away with `{move_away(path)}`, then launch the run again"
-        raise ConfigError(f"{path} is the account of another run, {other}; {then}")
+        raise ConfigError(f"{path} belongs to another run, {other}; {then}")
 
 
 def find_lost_jobs(run: Path) -> None:

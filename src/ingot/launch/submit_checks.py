@@ -100,7 +100,7 @@ def check_secrets(spec: LaunchSpec, has_slurm: bool) -> list[str]:
     except ConfigError as error:
         if has_slurm:
             raise
-        return [f"{error}; where the job is submitted, it must be"]
+        return [f"{error}; the machine that submits the job needs it"]
     return []
 
 

@@ -84,8 +84,8 @@ class GradientAccumulation:
     still take the host's time for every block. So the microbatches between the first and the last of a step,
     if they add to buffers, run without them: they are the program of one process.
 
-    With `gather` before a step and `reduce` after it, that is so for every microbatch: nothing overlaps with
-    communication, but a pass can be captured in a CUDA graph, which needs `stay_in_place`.
+    `gather` before a step and `reduce` after it do the same for every microbatch. Communication then overlaps with
+    nothing, but the pass can be captured as a CUDA graph, for which `stay_in_place` keeps all addresses.
     """
 
     def __init__(self, roots: Sequence[LossModel]):
@@ -219,7 +219,7 @@ def _quantize_weights(layers: list[Fp8Linear], *_: Any) -> None:
 
 
 def _keep() -> None:
-    """In place of what frees gathered weights."""
+    """Replaces `free_unsharded_param`: gathered weights stay allocated."""
 
 
 class _NoReduction(ReduceScatter):

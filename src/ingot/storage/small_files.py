@@ -36,7 +36,7 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """The file without a buffer: what one call writes stays together. Created if it is missing."""
+    """Open a file without a buffer, so that each write stays in one piece; create it if it is missing."""
     return FileIO(_open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab")  # for writing only, a pipe would wait
 
 

@@ -161,7 +161,7 @@ def find_run(text: str) -> Path:
     if path.is_dir():
         raise ConfigError(f"{text} is not a run folder: it has neither {CONFIG} nor {METRICS} nor {LAUNCH}")
     for folder in Path().glob("runs/*"):
-        with suppress(ConfigError):  # a damaged list concerns only who asks for that run
+        with suppress(ConfigError):  # a damaged jobs.jsonl matters only for its own run
             if any(job.id == text for job in LaunchFolder(folder).jobs()):
                 return folder
     if re.fullmatch(r"[0-9]+(_[0-9]+)?", text):

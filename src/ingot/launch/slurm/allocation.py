@@ -28,7 +28,7 @@ from ingot.launch.supervisor.records import StopReason
 
 MAX_SRUNS = 32  # at a time, for all nodes
 ANSWER_SECONDS = 20.0  # for a command of Slurm
-PING_SECONDS, PING_PAUSES = 3.0, (0.5, 1.0, 0.0)  # how long the question may take to be asked again, and when
+PING_SECONDS, PING_PAUSES = 3.0, (0.5, 1.0, 0.0)  # a slower failure counts at once; pauses between pings
 STAGE_SECONDS = 3600.0
 END_SECONDS = 5.0  # for srun, once its agents have been told to leave
 STEPS_END_SECONDS = 30.0  # for what an earlier supervisor has started and not ended
@@ -228,7 +228,7 @@ class SlurmCluster:
         return found
 
     async def is_answering(self) -> bool:
-        for wait in PING_PAUSES:  # one that fails at once proves little: Slurm may have signalled it
+        for wait in PING_PAUSES:  # a ping that fails at once proves little: Slurm may have signalled it
             begin = asyncio.get_running_loop().time()
             code, said = await self._ask("scontrol", "ping")
             if code == 0 and " UP" in said:

@@ -65,7 +65,7 @@ def why_no_graph(config: RunConfig, device: torch.device, recompute: str | None,
         return "a CPU has none"
     for axis in ("tensor", "context", "pipeline"):
         if getattr(layout, axis) > 1:
-            return f"with parallel.{axis} processes exchange data within a pass"
+            return f"parallel.{axis} communicates inside a pass"
     if config.precision == "fp8":
         return "8-bit products pay where launches do not limit"
     if recompute is not None:
