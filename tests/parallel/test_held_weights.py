@@ -21,6 +21,7 @@ from warm_process import spawn_warm
 from ingot.config.load import load_config
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
+from ingot.errors import ConfigError
 from ingot.model import kernels
 from ingot.model.kernels.bf16_weights import Bf16Linear
 from ingot.model.kernels.fp8.linear import Fp8Linear
@@ -196,6 +197,15 @@ def test_a_module_whose_parts_hold_all_its_weights_has_no_buffer_of_its_own(worl
     assert record.unsharded_accumulated_grad is None
 
 
+def test_a_graph_needs_weights_that_stay_gathered(world: World) -> None:
+    run = config("bf16").model_copy(update={"cuda_graphs": True})
+    executor = build_distributed(run, Layout(), world, CPU, False, NoMessages())
+    assert executor.hold_choices.keys() == {True}, "the search for a microbatch may not free them"
+    sharded = run.parallel.model_copy(update={"reshard_after_forward": True})
+    with pytest.raises(ConfigError, match="cuda_graphs=true keeps gathered weights"):
+        check_distributed(run.model_copy(update={"parallel": sharded}), Layout())
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -204,8 +214,6 @@ def test_a_module_whose_parts_hold_all_its_weights_has_no_buffer_of_its_own(worl
     ],
 )
 def test_what_fp8_cannot_do_is_refused(more: list[str], said: str) -> None:
-    from ingot.errors import ConfigError
-
     run = load_config(RunConfig, ["mpt-1b", "precision=fp8", "data=x", *more])
     with pytest.raises(ConfigError, match=said):
         check_distributed(run, Layout(tensor=2) if "tensor" in more[0] else Layout())

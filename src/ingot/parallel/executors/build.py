@@ -52,5 +52,9 @@ def check_distributed(config: RunConfig, layout: Layout) -> None:
                 "precision=fp8 keeps 8-bit weights between passes, so parallel.reshard_after_forward=true saves "
                 "nothing; use auto"
             )
+    if config.cuda_graphs is True and config.parallel.reshard_after_forward is True:
+        raise ConfigError(
+            "cuda_graphs=true keeps gathered weights, which parallel.reshard_after_forward=true frees; use auto"
+        )
     if config.recompute not in recompute_kinds(config, layout):
         raise ConfigError("activation_checkpointing=selective does not work with zero_bubble; use full or none")

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from ingot.config.run import RunConfig
 from ingot.data.loading.batch_loader import Batch
-from ingot.errors import ConfigError
 from ingot.model.attention import AttentionOp
 from ingot.model.branch_attention import BranchAttention, TokenRows, attending_by
 from ingot.model.gpt import GPT
@@ -156,9 +155,6 @@ class Distributed:
 
     def _capture_graph(self, batch: Batch, divisor: Tensor) -> None:
         """Capture the pass of a microbatch, for later steps to replay."""
-        if not self.holds_weights:
-            why = "weights are gathered for each pass"
-            raise ConfigError(f"cuda_graphs=true is not possible: {why}; use auto, or a smaller microbatch")
         self._wants_graph = False
         tokens, labels = (to_device(x[: self.microbatch], self.device) for x in (batch.tokens, batch.labels))
         choice = GraphChoice(self.config, self.device, self.recompute, self.layout, 0.0)
@@ -373,7 +369,7 @@ def _hold_choices(config: RunConfig, in_pipeline: bool) -> dict[bool, str]:
     reshard = config.parallel.reshard_after_forward
     if in_pipeline:  # torch's schedules gather and reduce by themselves
         reshard = True
-    elif config.precision == "fp8":  # 8-bit weights are kept between passes anyway
+    elif config.precision == "fp8" or config.cuda_graphs is True:  # which keep weights between passes anyway
         reshard = False
     return choices if reshard == "auto" else {not reshard: choices[not reshard]}
 
